@@ -10,11 +10,23 @@ are in the actor's own config and are aliases of settings in here, which :func:`
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from .checks import POSITIVE, SWITCH, Allowed, closed, integer, number, one_of, or_null, require, setting
+from .checks import (
+    POSITIVE,
+    SWITCH,
+    Allowed,
+    closed,
+    integer,
+    number,
+    one_of,
+    or_null,
+    refuse_unknown,
+    require,
+    setting,
+)
 from .mismatch.config import MismatchConfig
 from .notify.config import NotifyConfig
 from .record import ACTIONS
@@ -216,17 +228,23 @@ def settings_from(given: Mapping[str, Any], kind: Any = GradLocConfig) -> Any:
     return kind(**{name: settings_from(value, kinds[name]) if name in kinds else value for name, value in pairs})
 
 
-def settings_without_verl(given: Any, dump_dir: str, where: str) -> GradLocConfig | None:
+def settings_without_verl(
+    given: Any, dump_dir: str, where: str, features: Iterable[str] = ("buckets", "quartiles")
+) -> GradLocConfig | None:
     """Return the settings of a run that is not verl's, with ``enable`` True; None where it was given as False.
 
     Args:
         given: blocks by name, or a GradLocConfig.
         dump_dir: the folder for events, unless it is given.
         where: the trainer's name in a refusal of what it does not have, such as a critic.
+        features: further blocks that the caller has taken out, to be named where a name is unknown.
 
     Raises:
         ValueError: one sentence, for a wrong name or value, and for what only verl has.
     """
+    if isinstance(given, Mapping):
+        own = [*(each.name for each in fields(GradLocConfig))]
+        refuse_unknown("gradloc", given, [*own, *features])
     try:
         settings = given if isinstance(given, GradLocConfig) else settings_from(given)
     except ValueError as error:  # settings say their names as verl has them

@@ -88,6 +88,8 @@ def _columns(files: list[Path]) -> Columns:
             raise MismatchError(
                 f"{file} is none of {', '.join(READERS)}, and no log: name a file with both log-probs of each token."
             )
+        if not file.stat().st_size:
+            raise MismatchError(f"{file} is empty.")
         found = _whole(file, READERS[file.suffix], file)
         named = {ours: next((name for name in theirs if name in found), None) for ours, theirs in NAMES.items()}
         for what, known in TEXT_ONLY.items():
@@ -126,6 +128,8 @@ def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
 
 def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
     """Return the columns by our names, an array for each row; a flat column is cut where the row's name changes."""
+    if not len(table["rollout"]):
+        raise ValueError("it has no row")
     if np.ndim(table["rollout"][0]) > 0:
         return {
             name: [np.ravel(np.asarray(row, None if name in ("group", "row") else float)) for row in rows]
@@ -163,6 +167,8 @@ def _json_lines(file: Path) -> Mapping[str, Any]:
     """Read JSON lines, one row each."""
     with file.open(encoding="utf-8") as lines:
         rows = [parse_json(line) for line in lines if line.strip()]
+    if not rows:
+        raise ValueError("it has no row")
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
@@ -197,6 +203,8 @@ def _safetensors(file: Path) -> Mapping[str, Any]:
     """Return a bundle's tensors: eight bytes for the header's length, the header in JSON, the numbers."""
     data, types = file.read_bytes(), {"F32": "<f4", "F64": "<f8", "I64": "<i8", "F16": "<f2", "BOOL": "?"}
     begins = 8 + int.from_bytes(data[:8], "little")
+    if begins > len(data) or data[8:9] != b"{":
+        raise MismatchError(f"{file} is no safetensors file.")
     return {
         name: np.frombuffer(data[begins:][slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in parse_json(data[8:begins]).items()

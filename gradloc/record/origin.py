@@ -24,7 +24,7 @@ def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
 
     Args:
         run: as the trainer knows it.
-        settings: only their digest is kept.
+        settings: only their digest is kept; none where they are empty.
         trainer: name of the trainer's package.
     """
     version = version_of(trainer)
@@ -35,7 +35,7 @@ def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
         torch=version_of("torch"),
         gradloc=__version__,
         commit=_commit(Path.cwd()),
-        config=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS],
+        config=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] if settings else None,
     )
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
@@ -39,7 +39,7 @@ from ..loop.batch import BatchView, Rows
 from ..loop.driver import AbortedBySpike, Driver
 from ..loop.localizer import Localizer
 from ..loop.messages import Policy
-from ..record import Run
+from ..record import ACTIONS, Run
 from ..record.origin import origin
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
@@ -689,9 +689,10 @@ def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig
         return action
     mode = {"mode": action} if isinstance(action, str) else action
     given = {"action": mode, **blocks, "evidence": {"bundle": "off", **blocks.get("evidence", {})}}
+    named = mode.get("mode") if isinstance(mode, Mapping) else None
+    kinds = "observe, mask, skip, abort or off in a loop, of whose loss no other setting is known"
+    require(named in (None, *(each for each in ACTIONS if each != "heal")), "gradloc.action.mode", kinds, named)
     settings = settings_without_verl(given, os.path.join(folder, "gradloc"), "a loop, which has none")
-    kinds = "observe, mask, skip or abort in a loop, of whose loss no other setting is known"
-    require(settings is None or settings.action.mode != "heal", "gradloc.action.mode", kinds, "heal")
     evidence = None if settings is None else settings.evidence
     for name in () if evidence is None else ("bundle", "checkpoint"):
         value = getattr(evidence, name)

@@ -113,15 +113,15 @@ def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
         ("a.txt", "x", "is none of .jsonl"),
         ("a.csv", "rollout_log_probs,b\n-1,2\n", r"has no column of the trainer's log-probs \(found: rollout\)"),
         ("a.jsonl", "no json\n", r"a.jsonl cannot be read \(Expecting value"),
-        ("a.jsonl", "", "a.jsonl cannot be read"),
-        ("a.csv", "", "a.csv cannot be read"),
-        ("a.csv", "rollout_log_probs,old_log_probs\n", "a.csv cannot be read"),
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.csv", "", "a.csv is empty"),
+        ("a.csv", "rollout_log_probs,old_log_probs\n", "a.csv cannot be read .it has no row"),
         ("a.csv", "rollout_log_probs,old_log_probs\n-1,-1\n-1\n", "a.csv cannot be read .*cut short"),
         ("a.csv", "rollout_log_probs,old_log_probs\n-1,x\n", "a.csv cannot be read .*'x'"),
         ("a.npz", "no numbers", "a.npz cannot be read"),
-        ("a.npz", "", "a.npz cannot be read"),
+        ("a.npz", "", "a.npz is empty"),
         ("a.npz", "PK\x03\x04" + "\0" * 200, "a.npz cannot be read"),
-        ("a.safetensors", "x", "a.safetensors cannot be read"),
+        ("a.safetensors", "x", "a.safetensors is no safetensors file"),
         (
             "0.jsonl",
             '{"input": "a", "output": "b", "gts": 1, "score": 0.5, "step": 1}\n',
@@ -137,6 +137,15 @@ def test_a_file_that_does_not_serve_is_told_of_in_a_sentence(tmp_path, capsys, n
     assert main(["mismatch", str(tmp_path / name)]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert main(["mismatch", str(tmp_path / "none")]) == 2
+
+
+def test_an_event_that_cannot_be_judged_is_said_to_be_one_and_no_log(tmp_path, capsys):
+    event = tmp_path / "events" / "step000005-epoch0-mini0"
+    event.mkdir(parents=True)
+    (event / "event.json").write_text("{}")
+    assert main(["mismatch", str(event)]) == 2
+    said = capsys.readouterr().err
+    assert "holds no columns of log-probs" in said and "is a log" not in said
 
 
 def test_the_command_says_the_kind_and_what_helps(tmp_path, capsys):

@@ -47,7 +47,7 @@ def test_a_run_of_verl_is_told_on_a_page(verl, shown):
     out = shown("check", *ON, "trainer.nnodes=4", f"{ACTOR}.gradloc.action.mode=mask", "--model", "7B", columns=80)
     assert len(out.splitlines()) < 40 and max(map(len, out.splitlines())) <= 80
     told = lines(shown("check", *ON, "trainer.nnodes=4", "--model", "7B", "--seconds", "60", columns=1000))
-    assert told["refused"] == "nothing: the run would start" and told["on"] == f"{ACTOR}.gradloc.enable"
+    assert told["refused"] == "GradLoc refuses nothing" and told["on"] == f"{ACTOR}.gradloc.enable"
     assert told["model"].startswith("7B: 7.6B weights on 32 GPUs, one replica over 32; 2 micro-batches of 4,096 tokens")
     assert told["search 1"].endswith("everything stays on the device <- the first that fits")
     # an update of four optimizer steps, and one setting that is measured when time is up
@@ -120,6 +120,7 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
     ("words", "said"),
     [
         (["nowhere.yaml"], "nowhere.yaml does not exist: name the run's config"),
+        (["OTHER"], "other.yaml has no setting of TRL's or verl's: name the run's config"),
         (["LIST"], "is no YAML or JSON of settings by name"),
         (["TRL", "--gpus", "0"], "must be positive numbers"),
         (["TRL", "torch_compile"], "an override must be KEY=VALUE, found torch_compile"),
@@ -130,7 +131,8 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
 )
 def test_what_is_no_config_is_refused_with_a_sentence(trl, tmp_path, refused, words, said):
     (tmp_path / "list.yaml").write_text("- 1\n")
-    given = {"LIST": str(tmp_path / "list.yaml"), "TRL": str(trl())}
+    (tmp_path / "other.yaml").write_text("step: 1\nloss: 2\n")
+    given = {name: str(tmp_path / f"{name.lower()}.yaml") for name in ("LIST", "OTHER")} | {"TRL": str(trl())}
     assert said in refused("check", *(given.get(word, word) for word in words))
 
 
@@ -170,5 +172,7 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
     assert lines(shown("check", "trainer.nnodes=2", columns=1000))["on"] == "nothing"
+    (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    assert "verl is not installed" in refused("check", tmp_path / "run.yaml")
     (tmp_path / "run.sh").write_text("#!/bin/sh\necho hello\n")
     assert "has no override of verl's" in refused("check", tmp_path / "run.sh")

@@ -25,6 +25,9 @@ def test_a_run_is_summarized_listed_and_told_event_by_event_without_a_token_s_es
     out = shown(folder, columns=120)
     assert f"gradloc {folder} -o report.html" in out and f"show {folder} --event {FIRST}" in out
     assert shown(folder, "--list").split() == [FIRST, SECOND]
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[1] == "The worst of 2 events:" and lines[2].startswith("One token made the step-")
+    assert lines.index("What to do now") < lines.index(next(line for line in lines if line.startswith("event ")))
     assert "\x1b[31m" not in out + shown(folder, "--event", SECOND)
 
 

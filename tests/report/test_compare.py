@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs side by side, and what was measured of single settings over a whole run."""
 
+import json
 import re
 
 import pytest
@@ -31,6 +32,17 @@ def test_two_runs_are_put_side_by_side(tmp_path):
 def test_two_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [read_run(write_run(tmp_path / name, [make_event(5)])) for name in "ab"]
     assert compare(*runs).names == ["tests / report (a)", "tests / report (b)"]
+    again = compare(runs[0], runs[0])
+    assert again.names == [f"tests / report ({tmp_path / 'a'})"] * 2
+    assert not [row for row in again.rows if {*row[1:]} == {"–"}]
+
+
+def test_two_runs_do_not_part_where_one_took_longer(tmp_path):
+    for name, seconds in (("a", 0.1), ("b", 0.2)):
+        (tmp_path / name).mkdir()
+        rows = ({"step": step, "actor/grad_norm": 1.0, "gradloc/seconds": seconds * step} for step in range(1, 30))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "the same in all" in compare(*(read_run(tmp_path / name) for name in "ab")).parted
 
 
 def write_log(path, norms, seed=1):

@@ -362,8 +362,9 @@ def test_an_input_that_was_changed_in_place_is_said(tmp_path):
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"action": "maks"}, "gradloc.action.mode must be one of observe, mask, heal, skip, abort, found 'maks'."),
-        ({"action": "heal"}, "gradloc.action.mode must be observe, mask, skip or abort in a loop"),
+        ({"action": "maks"}, "gradloc.action.mode must be observe, mask, skip, abort or off in a loop, of whose loss"),
+        ({"action": "heal"}, "gradloc.action.mode must be observe, mask, skip, abort or off in a loop"),
+        ({"foo": {}}, "unknown setting gradloc.foo: there are "),
         ({"triger": {}}, "unknown setting gradloc.triger: did you mean gradloc.trigger?"),
         ({"critic": "mask"}, "gradloc.critic must be off with a loop, which has none"),
         ({"evidence": {"bundle": "full"}}, "gradloc.evidence.bundle must be off in a loop of one's own"),
@@ -373,6 +374,7 @@ def test_a_wrong_setting_is_refused_in_one_sentence(tmp_path, given, said):
     with pytest.raises(ValueError) as caught:
         Loop(tmp_path, **given)
     assert str(caught.value).startswith(said)
+    assert "foo" not in given or "buckets, quartiles" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def settings_of(given: Any, output_dir: str) -> GradLocConfig | None:
     if isinstance(given, str):
         require(given in ACTIONS, "gradloc", f"off, {', '.join(ACTIONS)}, or settings by name", given)
         given = {"action": {"mode": given}}
-    return settings_without_verl(given, os.path.join(output_dir, "gradloc"), "TRL, whose trainers have none")
+    return settings_without_verl(given, os.path.join(output_dir, "gradloc"), "TRL, whose trainers have none", _FEATURES)
 
 
 _FEATURES = ("buckets", "quartiles", "lopti")
@@ -174,6 +174,21 @@ def check_trl() -> None:
 
 
 # ---- before a run
+
+ARGUMENTS = frozenset(
+    """
+    adam_beta1 adam_beta2 adam_epsilon beta bf16 completion_only_loss data_seed dataset_config dataset_name
+    dataset_path dataset_text_field datasets ddp_find_unused_parameters deepspeed do_train dtype epsilon epsilon_high
+    eval_strategy fp16 fsdp fsdp_config generation_batch_size gradient_accumulation_steps gradient_checkpointing
+    gradloc health learning_rate logging_steps lora_alpha lora_r lora_target_modules loss_type lr_scheduler_type
+    mask_truncated_completions max_completion_length max_grad_norm max_length max_prompt_length max_steps
+    model_name_or_path num_generations num_iterations num_train_epochs optim output_dir packing
+    per_device_train_batch_size ref_model report_to reward_funcs reward_weights run_name save_steps save_strategy
+    scale_rewards seed steps_per_generation temperature top_entropy_quantile torch_compile torch_dtype
+    use_liger_kernel use_peft use_vllm vllm_mode warmup_ratio warmup_steps weight_decay
+    """.split()
+)
+"""Arguments of TRL's scripts, by which a file is known as theirs; not all of them."""
 
 
 def plan_of(given: Mapping[str, Any], gpus: int, on_host: int) -> Plan:

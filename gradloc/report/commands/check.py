@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
     out, table = terminal.console(), Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    rows = [("refused", checked.refusal or checked.unchecked or "nothing: the run would start")]
+    rows = [("refused", checked.refusal or checked.unchecked or "GradLoc refuses nothing")]
     if not checked.refusal:
         rows.append(("on", ", ".join(checked.features) or "nothing"))
         if checked.settings is not None and checked.settings.enable and checked.plan is not None:
@@ -135,13 +135,13 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
         if not isinstance(content, dict):
             raise ReportError(f"{first} is no YAML or JSON of settings by name.")
         if "actor_rollout_ref" not in content and "defaults" not in content:
-            return _read_trl(content, overrides, gpus or 1)
+            return _read_trl(first, content, overrides, gpus or 1)
     return _read_verl(Path(first) if is_file else None, overrides if is_file else [first, *overrides])
 
 
 def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
     from ...adapters.verl_common.plan import is_engine, plan_of
@@ -170,6 +170,10 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         return Checked("verl", None, [], str(error), None)
     except (HydraException, OmegaConfBaseException) as error:
         why = str(error).partition("\n")[0]
+        if verl_configs is None and isinstance(error, MissingConfigException):
+            raise ReportError(
+                f"{path} takes defaults that are not here: verl is not installed, so its defaults are not known."
+            ) from None
         raise ReportError(f"Hydra cannot make a config of this: {one_line(why, 300)}") from None
     if "actor_rollout_ref" not in config:
         raise ReportError(f"{path} has no actor_rollout_ref: it is no config of verl's PPO trainer.")
@@ -236,11 +240,13 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     return Checked("verl, by its overrides alone", settings, on, "", plan, why)
 
 
-def _read_trl(content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
+def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
     import yaml
 
-    from ...adapters.trl.config import health_of, plan_of, refuse, settings_of, setup_in
+    from ...adapters.trl.config import ARGUMENTS, health_of, plan_of, refuse, settings_of, setup_in
 
+    if not ARGUMENTS & content.keys():
+        raise ReportError(f"{path} has no setting of TRL's or verl's: name the run's config.")
     for override in overrides:
         key, is_set, value = override.partition("=")
         if not is_set:

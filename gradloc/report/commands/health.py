@@ -102,7 +102,6 @@ def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
         console.print(f"Not checked, as the run logs no metric for them: {', '.join(health.silent)}.", style="dim")
     for note in health.notes:
         console.print(note, style="yellow")
-    console.print("docs/health.md explains every rule and its source.", style="dim")
     for diagnosis, health in list(zip(folder.diagnoses, healths, strict=True))[1:]:
         state = health.headline if health else "No metrics that can be judged."
         spike = f"{diagnosis.headline} " if diagnosis.kind else ""

@@ -17,6 +17,7 @@ from .. import output
 from ..errors import ReportError
 from ..logs import LoggedRun
 from ..pages import terminal
+from ..runs.events import is_event
 from ..runs.health import HealthConfig, RunHealth
 from ..runs.health import judge as judge_run
 from ..runs.run import read_logs
@@ -25,7 +26,7 @@ EPILOG = """\
 examples:
   gradloc mismatch run/token_exports                     prime-rl, trainer.enable_token_export
   gradloc mismatch logs/exp_001/train_data_step7.jsonl   NeMo-RL
-  gradloc mismatch run/events/ID                         an event's bundle
+  gradloc mismatch run/gradloc/events/ID                 an event's bundle
   gradloc mismatch columns.csv -o mismatch.html          rollout_log_probs, old_log_probs; a token a line
   gradloc mismatch train.log                             a log of means: how much, not why
 """
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"{args.path} has no step {args.step}: there are {', '.join(steps)}.")
         verdicts = {name: judge(columns) for name, columns in steps.items()}
     except MismatchError as error:
-        means = read_means(args.path) if args.output is None and args.path.exists() else None
+        is_log = args.output is None and args.path.exists() and not is_event(args.path)
+        means = read_means(args.path) if is_log else None
         if means is None:
             raise ReportError(str(error)) from None
         if args.json:

@@ -79,7 +79,7 @@ class Follower:
         return stamps
 
 
-def view(follower: Follower, width: int) -> Group:
+def view(follower: Follower, width: int, is_live: bool = True) -> Group:
     """Lay out the last reading for a terminal of this many columns."""
     run = follower.run
     if run is None:
@@ -99,7 +99,8 @@ def view(follower: Follower, width: int) -> Group:
     else:
         parts.append(Text("No spike so far.", style="green"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
-    parts.append(Text("Ctrl-C ends.", style="dim"))
+    if is_live:
+        parts.append(Text("Ctrl-C ends.", style="dim"))
     return Group(*parts)
 
 
@@ -253,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             output.deliver(None, exports.to_json(follower.run, follower.run.events))
         else:
-            console.print(view(follower, console.width))
+            console.print(view(follower, console.width, is_live=False))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         if args.serve:

@@ -5,9 +5,10 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...explain.advice import replay_line
+from ...explain.advice import LOOP, replay_line
 from ...explain.aftermath import impact_of
 from ...explain.causes import CauseInfo, cause_info
 from ...explain.culprits import carried, shares_sentence
@@ -30,6 +31,7 @@ from ...explain.story import (
 )
 from ...explain.text import one_line, plural, span, spoken
 from ...record import Culprit, Event, PartShare, PathEntry, Search
+from ...record.bundle import Sequence as TokenSequence
 from ...record.columns import COLUMNS, OF_A_TOKEN
 from ..runs.events import bundle_folder, read_actor
 from ..runs.run import RunFolder
@@ -145,7 +147,9 @@ def document(event: Event, run: RunFolder) -> EventDocument:
 
 
 def _title(event: Event) -> str:
-    title = f"Step {event.step.global_step}, mini-batch {event.step.mini_batch}"
+    title = f"Step {event.step.global_step}"
+    if event.step.num_mini_batches != 1:
+        title += f", mini-batch {event.step.mini_batch}"
     if event.step.stage:
         title += f", Lopti's {event.step.stage} stage"
     return title + ", the critic" if event.model == "critic" else title
@@ -226,18 +230,19 @@ def culprit_count(event: Event) -> str:
 def _culprits(event: Event, shown: Sequence[Culprit]) -> Section:
     if not shown:
         return Section("tokens", "The tokens", [])
-    head = ("token", "where", "share", "norm", *(COLUMNS[name].label for name in _LISTED), "cause")
-    blocks: list[Block] = [Table(head, [_row(event, culprit) for culprit in shown])]
+    columns = [name for name in _LISTED if any(culprit.at(name) is not None for culprit in shown)]
+    head = ("token", "where", "share", "norm", *(COLUMNS[name].label for name in columns), "cause")
+    blocks: list[Block] = [Table(head, [_row(event, culprit, columns) for culprit in shown])]
     hidden = len(event.culprits) - len(shown)
     blocks += [f"And {plural(hidden, 'culprit')} more in events.jsonl."] if hidden else []
     return Section("tokens", "The tokens", blocks)
 
 
-def _row(event: Event, culprit: Culprit) -> tuple[str | TokenCell, ...]:
-    numbers = (number(culprit.at(name)) for name in _LISTED)
+def _row(event: Event, culprit: Culprit, columns: Sequence[str]) -> tuple[str | TokenCell, ...]:
+    numbers = (number(culprit.at(name)) for name in columns)
     return (
         _token(culprit),
-        _place(culprit),
+        _place(event, culprit),
         _share(event, culprit),
         _norm(culprit),
         *numbers,
@@ -249,11 +254,18 @@ def _token(culprit: Culprit) -> TokenCell:
     return TokenCell(one_line(culprit.text, 60) or "(no text)", culprit.token_ids or ())
 
 
-def _place(culprit: Culprit) -> str:
-    place = (
-        f"rank {number(culprit.rank)}, micro-batch {number(culprit.micro_batch)}, "
-        f"row {number(culprit.micro_batch_row)}, position {span(culprit.positions)}"
-    )
+def place_in_batch(event: Event, of: Culprit | TokenSequence) -> str:
+    """Say in which row something is, with the rank and the micro-batch where there are several."""
+    parts = [f"row {number(of.micro_batch_row)}"]
+    if event.step.num_micro_batches != 1:
+        parts.insert(0, f"micro-batch {number(of.micro_batch)}")
+    if event.step.dp_size != 1:
+        parts.insert(0, f"rank {number(of.rank)}")
+    return ", ".join(parts)
+
+
+def _place(event: Event, culprit: Culprit) -> str:
+    place = f"{place_in_batch(event, culprit)}, position {span(culprit.positions)}"
     return place + (f", turn {culprit.turn.number} of {culprit.turn.num_turns}" if culprit.turn else "")
 
 
@@ -287,7 +299,7 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
         for at, culprit in enumerate(members[:_DETAILED]):
             first, rest = _facts(event, culprit)
             more = [Fold(plural(len(rest), "more number"), [Facts(rest)])] if rest else []
-            blocks.append(Fold(_place(culprit), [Facts(first), *more], not at, _token(culprit)))
+            blocks.append(Fold(_place(event, culprit), [Facts(first), *more], not at, _token(culprit)))
         if len(members) > _DETAILED:
             blocks.append(f"And {plural(len(members) - _DETAILED, 'culprit')} more with this cause.")
         blocks += _advice(event, meaning)
@@ -404,8 +416,16 @@ def _proof(event: Event, run: RunFolder, root: Any) -> Section:
         replay = replay_line(shlex.quote(one_line(str(folder))))
         blocks.append(Lines({"Run this event's localization again on one machine:": replay}))
     else:
-        blocks.append("The event's bundle is missing, so it cannot be replayed from here.")
+        blocks.append(_no_bundle(event, folder))
     return Section("proof", "Proof and replay", blocks)
+
+
+def _no_bundle(event: Event, folder: Path | None) -> str:
+    if event.run.trainer == LOOP:
+        return "A loop writes no replay bundle."
+    if folder is not None and (folder / "event.json").is_file():
+        return "The event was written without a bundle, so it cannot be replayed."
+    return "The event's bundle is missing, so it cannot be replayed from here."
 
 
 def _again(event: Event) -> Iterator[str]:

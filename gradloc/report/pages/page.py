@@ -35,7 +35,7 @@ from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
-from .document import EventDocument, culprit_count, document
+from .document import EventDocument, culprit_count, document, place_in_batch
 from .markdown import issue
 from .panel import Panel
 
@@ -184,7 +184,7 @@ def _environment() -> Environment:
         (used.__name__, used) for used in (number, percent, visible, one_line, plural, spoken, breakable)
     )
     made.filters["svg"], made.filters["kind"] = Markup, lambda block: type(block).__name__
-    made.globals.update(culprit_count=culprit_count, ranges=ranges)
+    made.globals.update(culprit_count=culprit_count, place_in_batch=place_in_batch, ranges=ranges)
     return made
 
 

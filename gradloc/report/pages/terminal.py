@@ -23,7 +23,7 @@ from ..runs.events import EventRow, Events
 from ..runs.health import judge
 from ..runs.run import EventGroup, RunFolder
 from ..runs.spikes import Judged
-from .document import Block, EventDocument, Facts, Fold, Heading, Lines, TokenCell, document
+from .document import Block, EventDocument, Facts, Fold, Heading, Lines, Section, TokenCell, document
 from .document import Table as Cells
 
 HEIGHT = 12
@@ -64,12 +64,19 @@ def summary(run: RunFolder, events: Events) -> None:
         _print_document(out, document(events[0], run))
         steps["the page of it, with every token"] = f"{run.show_command(events.rows[0].event_id)} -o event.html"
     elif events:
+        worst = max(range(len(events)), key=lambda at: events.rows[at].severity)
+        out.print(f"The worst of {plural(len(events), 'event')}:", style="dim")
+        story = document(events[worst], run)
+        _print_head(out, story)
+        _print_sections(out, [story.section(name) for name in ("hurt", "todo")])
+        out.print()
         out.print(event_table(events.rows[-EVENTS:]))
         if len(events) > EVENTS:
             out.print(f"The last {EVENTS} of {len(events):,} events; --list names all.", style="dim")
-        out.print(_group_table(run.groups))
+        if len(run.groups) > 1:
+            out.print(_group_table(run.groups))
         steps["the whole report"] = f"gradloc {where} -o report.html"
-        steps["the worst event"] = run.show_command(max(events.rows, key=lambda row: row.severity).event_id)
+        steps["the worst event"] = run.show_command(events.rows[worst].event_id)
     elif run.metrics:
         steps["was the run well?"] = f"gradloc health {where}"
     if norms := run.metrics.norms:
@@ -91,6 +98,11 @@ def _print_next(out: Console, steps: dict[str, str]) -> None:
 
 
 def _print_document(out: Console, made: EventDocument) -> None:
+    _print_head(out, made)
+    _print_sections(out, made.sections)
+
+
+def _print_head(out: Console, made: EventDocument) -> None:
     out.print(one_line(made.headline), style="bold red")
     out.print(f"{made.title}; {made.verdict}; {made.event.event_id}", style="dim")
     out.print(one_line(made.lede))
@@ -101,7 +113,12 @@ def _print_document(out: Console, made: EventDocument) -> None:
         out.print(Text.assemble((f"{value:>12}", "bold"), f"  {what}", (f", {remark}", "dim")))
     if made.named:
         out.print(one_line(made.named))
-    for section in made.sections:
+
+
+def _print_sections(out: Console, sections: Sequence[Section]) -> None:
+    for section in sections:
+        if not section.blocks:
+            continue
         out.print()
         out.print(section.title, style="bold")
         for part in section.blocks:
@@ -159,7 +176,7 @@ def event_table(rows: Sequence[EventRow]) -> Table:
 
 def _group_table(groups: Sequence[EventGroup]) -> Table:
     """Make a table with a row per kind of event."""
-    table = Table("fault", "cause", "events", "last at step", "the worst of them", box=None, padding=(0, 2, 0, 0))
+    table = Table("fault", "cause", "events", "last at step", "look at", box=None, padding=(0, 2, 0, 0))
     for group in groups:
         cells = (spoken(group.fault) or "–", spoken(group.cause) or "–", f"{group.count:,}", f"{group.last:,}")
         table.add_row(*cells, one_line(group.worst.event_id))

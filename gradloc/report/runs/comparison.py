@@ -14,7 +14,9 @@ from ..logs.names import is_norm
 from ..logs.recording import MAX, MEAN, Metrics
 from .run import RunFolder
 
-_TIMED = re.compile(r"tim(?:e|ing)|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE)
+_TIMED = re.compile(
+    r"tim(?:e|ing)|seconds|per_second|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE
+)
 """Metrics that differ between any two runs."""
 _FIRST = (MAX, MEAN, "critic/score/mean", "actor/entropy", "actor/kl_loss", "actor/ppo_kl", "response_length/mean")
 """Metrics to look at first."""
@@ -47,11 +49,13 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     names = [first.name, second.name]
     if first.name == second.name:  # two runs of one experiment
         shared = os.path.commonpath([first.path.resolve(), second.path.resolve()])
-        names = [f"{run.name} ({os.path.relpath(run.path.resolve(), shared)})" for run in (first, second)]
+        places = [os.path.relpath(run.path.resolve(), shared) for run in (first, second)]
+        places = [str(first.path), str(second.path)] if "." in places else places  # one within the other
+        names = [f"{first.name} ({place})" for place in places]
     columns = [_column(run) for run in (first, second)]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
-    if not first.events and not second.events:  # logs alone: what is of events says nothing
-        rows = [row for row in rows if not {*row[1:]} <= {"0", "–"}]
+    no_values = {"–"} if first.events or second.events else {"0", "–"}
+    rows = [row for row in rows if not {*row[1:]} <= no_values]
     known = sorted({row.step for run in (first, second) for row in run.events.rows})
     steps = [[str(step), _events_at(first, step), _events_at(second, step)] for step in known]
     return Comparison(names, rows, steps, _parted(first.metrics, second.metrics), _settings(first, second))

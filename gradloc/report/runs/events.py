@@ -34,6 +34,11 @@ RECORDS = ("meta", "event")
 """The files of an event's folder that hold its record: with a bundle, and without."""
 
 
+def is_event(folder: Path) -> bool:
+    """Return whether this is the folder of one event."""
+    return folder.parent.name == "events" and any((folder / f"{name}.json").is_file() for name in RECORDS)
+
+
 class EventRow(NamedTuple):
     """One event's row in a list."""
 

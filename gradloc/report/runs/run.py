@@ -21,7 +21,7 @@ from ..logs import LoggedRun, files_of
 from ..logs.formats import check
 from ..logs.recording import Metrics
 from .diagnosis import Diagnosis, diagnose
-from .events import RECORDS, EventRow, Events, read_events, recover
+from .events import RECORDS, EventRow, Events, is_event, read_events, recover
 from .signals import is_supervised, trainer_class
 
 DEPTH = 3
@@ -148,12 +148,14 @@ def read_run(
     Raises:
         ReportError: when there is neither an event nor a metric to show.
     """
+    if path.name == "gradloc" and not path.exists() and path.absolute().parent.is_dir():
+        raise ReportError(f"{path} does not exist, as no event was written there: name {path.parent}.")
     check(path)
     if path.name == "events.jsonl":
         path = path.parent
     if not path.is_dir() or pattern is not None:
         return read_logs([path], metric, pattern=pattern)
-    if path.parent.name == "events" and any((path / f"{name}.json").is_file() for name in RECORDS):
+    if is_event(path):
         return _one_event(path, metrics_path, metric)
     events_file = _events_file(path)
     if events_file is None:

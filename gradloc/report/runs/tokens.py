@@ -129,6 +129,8 @@ class TokenView:
     """Intervals with text and numbers in the page."""
     turns: dict[int, int] = field(default_factory=dict)
     """Number of each turn by its first position; empty for a single turn."""
+    ids: dict[int, int] = field(default_factory=dict)
+    """Culprits' token ids by position."""
     left_out: frozenset[int] = frozenset()
     """Positions between turns: what a tool answered, left out of the loss."""
 
@@ -140,7 +142,12 @@ class TokenView:
         tokens, ids = self.sequence.tokens or [], self.sequence.token_ids or []
         if position < len(tokens):
             return visible(tokens[position])
-        return f"<{ids[position]}> " if position < len(ids) else f"<position {position}> "
+        found = ids[position] if position < len(ids) else self.ids.get(position)
+        return f"<position {position}> " if found is None else f"<{found}> "
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.sequence.tokens)
 
 
 def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int) -> TokenView:
@@ -153,9 +160,11 @@ def view(sequence: Sequence, culprits: Iterable[Culprit], limit: int, shown: int
         shown: how many it can show at first.
     """
     num = len(sequence)
+    culprits = list(culprits)
     mine = sorted({p for c in culprits for p in c.positions if p < num})
     turns = turns_in(sequence.columns.get("response_mask", ()))
     made = TokenView(sequence, mine)
+    made.ids = {at: id for c in culprits for at, id in zip(c.positions, c.token_ids or (), strict=False)}
     if len(turns) > 1:
         made.turns = {turn.start: at for at, turn in enumerate(turns, 1)}
         made.left_out = frozenset(range(num)).difference(*turns)

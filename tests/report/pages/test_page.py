@@ -58,7 +58,7 @@ def test_rows_prompts_and_data_sources_have_a_table_of_what_they_carry(plain, tm
 
     shares = {"rows": [part("6", 0.75, 1), part("4", -0.1, 1)], "sources": [part("<b>sums", 0.65, 2)]}
     text = rendered(tmp_path, make_event(shares=shares))
-    cells = [re.findall(r"<td>(.*?)</td>", line) for line in re.findall(r"<tr>.*?</tr>", text)]
+    cells = [re.findall(r"<td.*?>(.*?)</td>", line) for line in re.findall(r"<tr>.*?</tr>", text)]
     assert ["6", "75% +- 1%", "1", "7"] in cells and ["4", "-10% +- 1%", "1", "7"] in cells
     assert ["&lt;b&gt;sums", "65% +- 1%", "2", "14"] in cells
     assert ">data source</th>" in text and ">prompt</th>" not in text and ">data source</th>" not in plain

@@ -192,3 +192,8 @@ def test_metrics_elsewhere_can_be_named(tmp_path):
     folder = write_run(tmp_path / "run", [make_event()])
     write_run(tmp_path / "logs", metrics=make_metrics(4, ()))
     assert read_run(folder, tmp_path / "logs" / "metrics.jsonl").metrics.steps == [1, 2, 3, 4]
+
+
+def test_the_folder_of_events_of_a_run_without_any_leads_to_the_run(tmp_path):
+    with pytest.raises(ReportError, match=f"no event was written there: name {tmp_path}"):
+        read_run(tmp_path / "gradloc")

@@ -62,10 +62,11 @@ def test_more_culprits_than_room_show_the_first_ones():
 
 def test_a_sequence_without_tokens_or_text_is_no_obstacle():
     assert tokens.view(sequence(0, token_ids=[], tokens=[]), [], 100, 100).pieces == []
-    for lacking, said in ({"tokens": None}, "<1001> "), ({"tokens": None, "token_ids": None}, "<position 1> "):
+    for lacking, said in ({"tokens": None}, "<1002> "), ({"tokens": None, "token_ids": None}, "<position 2> "):
         found = sequence(20, **lacking)
         made = tokens.view(found, [culprit(1)], 100, 100)
-        assert tokens.payload(made, 0, shade([found]))["parts"][0]["t"][1] == said
+        shown = tokens.payload(made, 0, shade([found]))["parts"][0]["t"]
+        assert shown[1:3] == ["<1001> ", said], "a culprit's id is known from the event"
 
 
 def test_the_share_shades_when_measured_and_the_coefficient_when_not():
