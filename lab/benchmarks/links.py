@@ -428,22 +428,20 @@ def _warned(cell: tuple[str, int, int]) -> list[Record]:
 
 
 def matrix(rows: list[Record]) -> str:
-    """Return the confusion matrix as a table."""
+    """Return the confusion matrix as a table; a cell counts runs with the fault at once, then with a gradual one."""
     ats = ("batch", "last_update", "weights", "after_backward", "undecided", "no spike")
     counts: dict[tuple[str, bool], Counter[str]] = {}
     for row in rows:
         counts.setdefault((row["fault"], row["gradual"]), Counter())[row["at"]] += 1
     ats = tuple(at for at in ats if any(count[at] for count in counts.values()))
-    order = sorted(counts, key=lambda each: ([*FAULTS].index(each[0]), each[1]))
-    return table(
-        [
-            ("planted", *ats),
-            *(
-                (fault + ", gradual" * is_gradual, *(counts[fault, is_gradual][at] for at in ats))
-                for fault, is_gradual in order
-            ),
-        ]
-    )
+
+    def cell(fault: str, at: str) -> str:
+        return " / ".join(
+            str(counts[fault, is_gradual][at]) for is_gradual in (False, True) if (fault, is_gradual) in counts
+        )
+
+    faults = sorted({fault for fault, _ in counts}, key=[*FAULTS].index)
+    return table([("planted", *ats), *((fault, *(cell(fault, at) for at in ats)) for fault in faults)])
 
 
 def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:

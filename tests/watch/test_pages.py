@@ -21,13 +21,17 @@ def block(name: str) -> str:
     return next(text for text in BLOCKS if text.startswith(f"# {name}\n"))
 
 
-def test_the_first_example_names_the_token_and_takes_the_step_without_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("action", ["observe", "mask"])
+def test_the_first_example_names_the_token_and_may_take_the_step_without_it(tmp_path, monkeypatch, action):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    exec(BLOCKS[0], {})
+    line = 'gradloc.Watch(model, optimizer, "runs/x")'
+    assert line in BLOCKS[0]
+    given = line if action == "observe" else f"{line[:-1]}, {action!r})"
+    exec(BLOCKS[0].replace(line, given), {})
     (event,) = events_in(tmp_path / "runs" / "x")
     (culprit,) = event["culprits"]
-    assert (event["step"]["global_step"], culprit["positions"]) == (31, [3]) and event["action"]["taken"] == "mask"
+    assert (event["step"]["global_step"], culprit["positions"]) == (31, [3]) and event["action"]["taken"] == action
     assert event["cause"]["label"] == "loss_weight"
 
 
