@@ -108,8 +108,6 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     return made | norms
 
 
-_MOST_FORMS = 64
-"""Forms of a console's lines that are known."""
 _OF_TRAINING = re.compile(r"loss|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b", re.IGNORECASE)
 _BLOCK = re.compile(
     r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
@@ -190,38 +188,6 @@ class Console(Grammar):
 
     title = "verl's console log"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_spelled = 0
-        """Gradient norms in the line that was taken last."""
-        self._forms: dict[tuple[str, int], tuple[list[str], list[str], str, int]] = {}
-        """By a line's text before the step and its length: names as written and as read, process, gradient norms."""
-
-    def take_alike(self, line: str) -> bool:
-        """Take a line that has the names of an earlier one in the same order, behind the same text."""
-        head, step, parts = _parted(line)
-        written, names, process, self.num_spelled = self._forms.get((head, len(parts)), ([], [], "", 0))
-        if not written or parts[::2] != written or not step.isdecimal() or len(step) > 15:
-            return False
-        try:
-            return self.add(process, int(step), dict(zip(names, map(float, parts[1::2]), strict=True)))
-        except ValueError:  # a value that is no plain number
-            return False
-
-    def learn_form(self, line: str, num_spelled: int) -> None:
-        """Learn the form of the line that was taken last, where :meth:`take_alike` reads the same of it."""
-        head, _, parts = _parted(line)
-        process, at = self.last or ("", 0)
-        row, form = self.rows[process][at], (head, len(parts))
-        if any(sign in line for sign in "<{&") or any("," in part for part in parts) or len(self._forms) > _MOST_FORMS:
-            return
-        self._forms[form] = parts[::2], [*row[1]], process, num_spelled
-        if not self.take_alike(line):
-            del self._forms[form]
-        elif self.rows[process].pop() != row:
-            del self._forms[form]
-        self.last = process, at
-
     def take(self, line: str, process: str) -> bool:
         step = _CONSOLE.search(line)
         if step is not None:
@@ -232,19 +198,13 @@ class Console(Grammar):
         return more is not None
 
 
-def _parted(line: str) -> tuple[str, str, list[str]]:
-    """Return a console line's text before the step, its step, and its names and values by turns."""
-    head, _, rest = line.partition("step:")
-    step, _, text = rest.partition(" - ")
-    return head, step, text.replace(":", " - ").split(" - ") if text else []
-
-
 def _dashed(text: str) -> dict[str, float]:
-    names, _, texts = zip(*[part.rpartition(":") for part in text.split(" - ")], strict=True)
+    parts = text.replace(" - ", ":").split(":")
     try:
-        return dict(zip(_clean(names), map(float, texts), strict=True))
-    except ValueError:  # a value that is no plain number
-        return dict(filter(None, map(_spelled_pair, names, texts)))
+        return dict(zip(_clean(tuple(parts[::2])), map(float, parts[1::2]), strict=True))
+    except ValueError:  # a value that is no plain number, or a name with a colon
+        pairs = (part.rpartition(":") for part in text.split(" - "))
+        return dict(filter(None, (_spelled_pair(name, value) for name, _, value in pairs)))
 
 
 @lru_cache(maxsize=64)

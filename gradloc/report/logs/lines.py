@@ -79,7 +79,10 @@ _SAVED = re.compile(
     re.IGNORECASE,
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
-_WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
+_WANTED = re.compile(
+    r"tep|\{|[Ii]ter|[•│]|orm|oss|it/|poch|pisode|eward|LOSS|_STEP|Cost|\[batch|:\[[^\[\]]*\]$|(?:^|\) )\s*- \S+:"
+)
+"""What a line has that a grammar may want: a quick look."""
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
@@ -101,10 +104,6 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     num_bad = num_seen = num_commas = 0
     sieve, saved = _Sieve(), dict[int, str]()
     for line in _joined(unwrapped(sieve.lines(source.texts() if text is None else [text])), sieve):
-        if not config.is_open and console.take_alike(line):  # most steps of a long log
-            last, taken = line, console
-            num_seen += console.num_spelled
-            continue
         if line == last and taken is None and sieve.is_on and "OVERFLOW" in line and "orm" not in line:
             skipped.take(line, None, process)  # a scaler's line, again and again
             continue
@@ -121,33 +120,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             saved[int(found["step"] or found["iteration"])] = found["path"] or found["folder"]
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
-        if not (  # a quick look: a line that no grammar wants costs no more
-            "tep" in line
-            or "{" in line
-            or "iter" in line
-            or "Iter" in line
-            or "•" in line
-            or "│" in line
-            or "orm" in line
-            or "oss" in line
-            or blocks.steps
-            and line[:1].isspace()
-            or "it/" in line
-            or "poch" in line
-            or "pisode" in line
-            or "eward" in line
-            or headed.is_by_step
-            and ": " in line
-            or "LOSS" in line
-            or line[-1:] == "]"
-            and ":[" in line
-            or "_STEP" in line
-            or "Cost" in line
-            or columns.names
-            or "[batch" in line
-            or "- " in line
-            and _WRAPPED.search(line)
-        ):
+        is_below = blocks.steps and line[:1].isspace() or headed.is_by_step and ": " in line or columns.names
+        if not (is_below or _WANTED.search(line)):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
             elif "<" not in line and found is None:
@@ -160,12 +134,9 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             line = _COMMA.sub(".", line)
         elif num_commas > 2 and not _DECIMAL_POINT.search(line):  # as 903,000 among 0,481
             line = _COMMA.sub(".", line)
-        num_spelled = sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
-        num_seen += num_spelled
+        num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
-        if taken is console:
-            console.learn_form(last, num_spelled)
         num_bad += taken is None and line.startswith('{"')
         if taken is None and "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
             skipped.step = int(head[1])
@@ -189,7 +160,9 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         )
     every_row = [values for grammar in grammars for rows in grammar.rows.values() for _, values in rows]
     norms = set(filter(is_norm, set().union(*every_row)))
-    num_read = sum(len(norms & values.keys()) for values in every_row) + sum(grammar.num_drawn for grammar in grammars)
+    num_read = sum(name in values for values in every_row for name in norms) + sum(
+        grammar.num_drawn for grammar in grammars
+    )
     if num_read < num_seen / 2 and num_seen > 8:
         raise ReportError(
             f"{source.name} prints {num_seen:,} gradient norms, and only {num_read:,} can be read: the form of their "
@@ -210,8 +183,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         notes += _drop_cut_value(best, _plain(last))
     made, printed_by = list[Recording](), dict[tuple, str]()
     for process, rows in best.rows.items():
-        norms = tuple((step, name, value) for step, values in rows for name, value in values.items() if is_norm(name))
-        if printed_by.setdefault(norms or (process,), process) == process:
+        printed = tuple((step, name, values[name]) for step, values in rows for name in norms if name in values)
+        if printed_by.setdefault(printed or (process,), process) == process:
             made.append(Recording(source.name, best.title, "", process, rows, config.settings))
             made[-1].verdicts = json_lines.verdicts
     if num_alike := len(best.rows) - len(made):
