@@ -8,11 +8,12 @@ from typing import Any
 
 from ...record.files import parse_json
 from ..errors import ReportError
+from .grammars import Json
 from .lines import literal, read_lines, texts_of
-from .names import as_step, is_norm, number, numbers, one_value, step_name, step_of
+from .names import as_step, is_norm, number, one_value, step_name
 from .recording import Recording, gather
 from .source import Source
-from .tables import SAMPLE, as_texts, read_columns
+from .tables import read_columns
 
 
 def is_document(source: Source) -> bool:
@@ -45,11 +46,6 @@ def read_document(source: Source) -> list[Recording]:
             document = lists[0]
     made = Recording(source.name, "JSON", notes=source.notes)
     if not isinstance(document, dict):
-        entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
-        if entries and len(entries) == len(document) and one_value(entries[0]) is not None:
-            names = list(dict.fromkeys(str(name) for entry in entries[:SAMPLE] for name in entry))
-            rows = as_texts(map(entry.get, names) for entry in entries)
-            return read_columns(source, names, rows, form="JSON")
         made.rows = gather(_single_values(source, document))
         if not made.rows:
             _add_rows(made, document)
@@ -91,18 +87,13 @@ def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
 
 
 def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
-    """Rows by the step that each says; rows with a norm and without a step are counted."""
-    for entry in entries:
-        if not isinstance(entry, dict):
-            continue
-        values = numbers(entry.get("data", entry))
-        step = step_of(numbers(entry))
-        values.pop("step", None)
-        if step is None and any(map(is_norm, values)):
-            step = made.rows[-1][0] + 1 if made.rows else 1
-            made.notes, made.is_counted = [f"The rows of {made.source} do not say their step: it was counted."], True
-        if step is not None and values:
-            made.rows.append((step, values))
+    """Add the rows of entries as of JSON lines."""
+    lines = Json()
+    for entry in filter(lambda entry: isinstance(entry, dict), entries):
+        lines.take_entry(entry, "")
+    made.rows, made.is_counted = lines.rows[""], lines.is_counted
+    if made.is_counted:
+        made.notes.append(f"The rows of {made.source} do not say their step: it was counted.")
 
 
 def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]:

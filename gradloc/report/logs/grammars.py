@@ -242,10 +242,10 @@ class Json(Grammar):
         except ValueError:
             return False
         if isinstance(entry, list):
-            return any([self._take(each, process) for each in entry if isinstance(each, dict)])
-        return self._take(entry, process)
+            return any([self.take_entry(each, process) for each in entry if isinstance(each, dict)])
+        return self.take_entry(entry, process)
 
-    def _take(self, entry: dict, process: str) -> bool:
+    def take_entry(self, entry: dict, process: str) -> bool:
         data, step = entry.get("data"), as_step(number(entry.get("step")))
         if isinstance(data, dict) and step is not None:
             self.title = "verl's file logger"
@@ -264,6 +264,7 @@ class Json(Grammar):
             step = len(self.rows[process]) + 1
         elif step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):
             step = entry["epoch"]  # a row for each epoch; where there are more, an epoch is a fraction
+        values.pop("step", None)
         return step is not None and self.add(process, step, values)
 
 
