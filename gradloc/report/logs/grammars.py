@@ -510,14 +510,13 @@ class Labelled(Grammar):
                 rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
                 if not is_kept:
                     continue
-            if len(set(known)) > 1 or known[0] and rows[0][0] > known[0]:
+            length = known[0]
+            if len(set(known)) > 1 or not length or rows[0][0] > length:
                 continue
-            epochs, places = [int(values["epoch"]) for _, values in rows], [place for place, _ in rows]
-            length = known[0] or max(places) + (min(places) == 0)
+            epochs = [int(values["epoch"]) for _, values in rows]
             base = min(epochs[0], 1)  # epochs are counted from 0 or from 1
             self.is_late |= epochs[0] > 1
-            if max(epochs) > base and (known[0] or len(set(epochs)) > 1):
-                self.is_late |= not known[0]
+            if max(epochs) > base:
                 self.rows[process] = [
                     ((epoch - base) * length + place, values)
                     for epoch, (place, values) in zip(epochs, rows, strict=True)
