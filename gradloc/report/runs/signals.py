@@ -14,7 +14,7 @@ from ...explain.numbers import number
 from ...explain.text import plural
 from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES, VALUE_LOSS
 from ..logs.names import is_training_loss
-from ..logs.recording import Metrics
+from ..logs.recording import Metrics, Skip
 from ..logs.segments import LoggedRun
 from .health import ranges
 
@@ -196,9 +196,9 @@ def _repeats(title: str, begin: str) -> str:
 
 def _skipped(run: LoggedRun) -> Sign | None:
     """Find steps that the trainer reports as skipped; without a kind where they are few, and no fault."""
-    skips = [skip for skip in run.skips if not skip.is_nan_loss]
+    skips = _skips_of(run)
     if not skips:
-        return _counted_skips(run.metrics)
+        return None
     overflows = [skip for skip in skips if skip.is_overflow]
     known = [skip for skip in skips if skip.step is not None and not skip.is_end]
     where = ""
@@ -217,8 +217,11 @@ def _skipped(run: LoggedRun) -> Sign | None:
         if not count:
             sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
         has_rows = bool(run.metrics.norms or loss_of(run.metrics)[1])
-        last = (known[-1].step if known else None) or run.metrics.steps[0]
-        is_over = not is_end and (count < 3 or has_rows and run.metrics.steps[-1] - last >= 10 * count)
+        steps = run.metrics.steps
+        last = (known[-1].step if known else None) or steps[0]
+        # the scaler of a new run halves a scale that is far too large, once a step
+        is_search = begins(run) == "start" and count < steps[-1] and (first or 0) <= steps[0] and scales[-1:] > [100]
+        is_over = not is_end and (count < 3 or has_rows and (is_search or steps[-1] - last >= 10 * count))
         if is_over:
             advice = "A few are normal while the scaler finds its scale."
         else:
@@ -244,19 +247,19 @@ def _skipped(run: LoggedRun) -> Sign | None:
     return Sign("skipped", sentence, advice, first)
 
 
-def _counted_skips(metrics: Metrics) -> Sign | None:
-    """Find skipped steps by the metric that counts them; without a kind where later rows have none."""
+def _skips_of(run: LoggedRun) -> list[Skip]:
+    """Return the skipped steps that the trainer reports, by lines of their own or by a metric that counts them."""
+    metrics = run.metrics
     names = (own for own in metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps"))
-    values = metrics.logged(next(names, ""))
-    steps = [step for step, value in values if value > 0]
-    if not steps or len(values) < 2:
-        return None
-    where = f"all {len(values)} rows" if len(steps) == len(values) else f"{plural(len(steps), 'row')} ({ranges(steps)})"
-    sentence = f"The trainer counts skipped steps in {where}."
-    if len(steps) == len(values):
-        return Sign("skipped", sentence, first=steps[0])
-    is_over = len(steps) < 3 or values[-1][0] - steps[-1] >= steps[-1] - steps[0]
-    return Sign("", sentence, "A few are normal while fp16's scaler finds its scale." if is_over else "", steps[0])
+    counted = metrics.logged(next(names, ""))
+    scales = dict(metrics.logged("loss scale"))
+    if run.skips or len(counted) < 2:
+        return [skip for skip in run.skips if not skip.is_nan_loss]
+    return [
+        Skip(step, False, is_overflow=scales.get(step, 1.0) != 1.0, scale=scales.get(step))
+        for step, count in counted
+        for _ in range(min(int(count), 1000) if count > 0 else 0)
+    ]
 
 
 def _vanished(metrics: Metrics) -> Sign | None:
