@@ -79,10 +79,9 @@ _SAVED = re.compile(
     re.IGNORECASE,
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
-_WANTED = re.compile(
-    r"tep|\{|[Ii]ter|[•│]|orm|oss|it/|poch|pisode|eward|LOSS|_STEP|Cost|\[batch|:\[[^\[\]]*\]$|(?:^|\) )\s*- \S+:"
-)
+_WORDS = tuple("tep { iter Iter • │ orm oss it/ poch pisode eward LOSS _STEP Cost [batch :[".split())
 """What a line has that a grammar may want: a quick look."""
+_WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
@@ -121,7 +120,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
         is_below = blocks.steps and line[:1].isspace() or headed.is_by_step and ": " in line or columns.names
-        if not (is_below or _WANTED.search(line)):
+        if not (is_below or any(map(line.__contains__, _WORDS)) or "- " in line and _WRAPPED.search(line)):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
             elif "<" not in line and found is None:
