@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError("--card, --gpus and --seconds must be positive numbers.")
     try:
         checked = _read(args.config, args.overrides, args.gpus)
+    except SystemExit as error:  # of a preset that is none
+        checked = Checked("verl", None, [], str(error), None)
     except ModuleNotFoundError as error:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
     out, table = terminal.console(), Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -166,8 +168,6 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
                 folder = Path(copied)
             with initialize_config_dir(str(folder), version_base=None):
                 config = compose(name, given)
-    except SystemExit as error:
-        return Checked("verl", None, [], str(error), None)
     except (HydraException, OmegaConfBaseException) as error:
         why = str(error).partition("\n")[0]
         if verl_configs is None and isinstance(error, MissingConfigException):
@@ -201,10 +201,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     from ...config import settings_in
     from ...names import refuse_unknown_overrides
 
-    try:
-        refuse_unknown_overrides(overrides)
-    except SystemExit as error:
-        return Checked("verl", None, [], str(error), None)
+    refuse_unknown_overrides(overrides)
     blocks = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model", "trainer", "data")
     config = OmegaConf.create({})
     for block in blocks:
@@ -215,7 +212,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
             preset = Path(__file__).parents[2] / "conf" / "gradloc" / f"{value}.yaml"
             if not preset.is_file():
                 known = ", ".join(sorted(each.stem for each in preset.parent.glob("*.yaml")))
-                return Checked("verl", None, [], f"+gradloc={value} is no preset: there are {known}.", None)
+                raise SystemExit(f"+gradloc={value} is no preset: there are {known}.")
             given = OmegaConf.load(preset)
             given.pop("defaults", None)
             config = OmegaConf.merge(config, given)

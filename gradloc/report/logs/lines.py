@@ -270,27 +270,18 @@ class _Skipped:
 
     def take(self, line: str, taken: Grammar | None, process: str = "") -> None:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
-        is_end, skipped, is_nan, is_lost, drawn, scale = _skip_in(line)
-        is_nan = is_nan and taken is None
-        if not (is_end or skipped or is_nan) or len(self._found) > _MOST_SKIPS:
+        skip = _skip_in(line)
+        if skip is None or skip.is_nan_loss and taken or len(self._found) > _MOST_SKIPS:
             return
-        before, after = (scale[1], scale[2] or scale[3]) if scale else (None, None)
-        skip = Skip(
-            step=self.step if taken or not drawn else int(drawn[1]),
-            is_after=taken is None and self.step is None,
-            is_overflow=is_end or bool(skipped and skipped[1]),
-            before=as_float(before) if before else None,
-            scale=as_float(after) if after else None,
-            is_lost=is_lost,
-            is_end=is_end,
-            is_nan_loss=is_nan and not skipped,
-        )
+        step = self.step if taken or skip.step is None else skip.step
+        skip = replace(skip, step=step, is_after=taken is None and self.step is None)
         places = [grammar.last for grammar in self._grammars]
         # of one overflow, each rank has its line: the bar may have gone on between them
-        times = self._seen[(replace(skip, step=None) if scale and process else skip, *places)]
+        has_scale = skip.scale is not None
+        times = self._seen[(replace(skip, step=None) if has_scale and process else skip, *places)]
         times[process] += 1
         is_new = times[process] > max((count for other, count in times.items() if other != process), default=0)
-        if is_new and (times[process] == 1 or not (scale or is_end)):  # a scale falls each time
+        if is_new and (times[process] == 1 or not (has_scale or skip.is_end)):  # a scale falls each time
             self._found.append((skip, places))
 
     def found_in(self, best: Grammar) -> list[Skip]:
@@ -302,14 +293,22 @@ class _Skipped:
 
 
 @functools.lru_cache(maxsize=64)
-def _skip_in(line: str) -> tuple[bool, re.Match | None, bool, bool, re.Match | None, re.Match | None]:
-    """Return what a line says of a skipped step: whether the loss scale can fall no further, the skip, whether the loss
-    was NaN, whether the norm is not finite, a drawn step and the loss scale."""
-    found = _AT_MINIMUM.search(line), _SKIPPED.search(line), _NAN_LOSS.search(line), _LOST.search(line)
-    is_end, skipped, is_nan, is_lost = found
+def _skip_in(line: str) -> Skip | None:
+    """Return what a line says of a skipped step, with the step of a progress bar on it; None where it says nothing."""
+    is_end, skipped, is_nan = (form.search(line) for form in (_AT_MINIMUM, _SKIPPED, _NAN_LOSS))
     if not (is_end or skipped or is_nan):
-        return False, None, False, False, None, None
-    return bool(is_end), skipped, bool(is_nan), bool(is_lost), DRAWN.search(line), _SCALE.search(line)
+        return None
+    drawn, scale = DRAWN.search(line), _SCALE.search(line)
+    return Skip(
+        step=int(drawn[1]) if drawn else None,
+        is_after=True,
+        is_overflow=bool(is_end or skipped and skipped[1]),
+        before=as_float(scale[1]) if scale and scale[1] else None,
+        scale=as_float(scale[2] or scale[3]) if scale else None,
+        is_lost=_LOST.search(line) is not None,
+        is_end=is_end is not None,
+        is_nan_loss=is_nan is not None and skipped is None,
+    )
 
 
 def _plain(line: str) -> str:

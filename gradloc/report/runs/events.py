@@ -8,7 +8,7 @@ an error: everything before it is whole.
 import functools
 import json
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +25,7 @@ from ...record.reading import read
 from ..memory import uncollected
 
 KEPT = 256
-"""Most whole events in memory; others are read again."""
+"""Whole events that stay in memory, and as many that were read again."""
 WORDS = 24
 """Most different texts of an event's culprits that can be searched."""
 _IS_PICTURE = re.compile(r"picture-[0-9a-f]{12}\.png")
@@ -99,33 +99,20 @@ def row_of(event: Event) -> EventRow:
 
 
 class Events(Sequence[Event]):
-    """A run's events in order. Rows stay in memory; a record that is not kept is read from the file again."""
+    """A run's events in order. Rows stay in memory; a record beyond the first ones is read from the file again."""
 
     def __init__(self, events: Iterable[Event] = ()):
         self.rows: list[EventRow] = []
-        self._places: list[tuple[Path, int] | None] = []
-        self._kept: OrderedDict[int, Event] = OrderedDict()
+        self._held: list[Event | tuple[Path, int]] = []
+        """Each event, or its file and the byte that its line begins at."""
+        self._read = functools.lru_cache(maxsize=KEPT)(_read_at)
         for event in events:
             self.add(event)
 
     def add(self, event: Event, place: tuple[Path, int] | None = None) -> None:
         """Append an event; ``place`` is its file and the byte that its line begins at, None: it stays in memory."""
-        self._keep(len(self.rows), event, place)
         self.rows.append(row_of(event))
-        self._places.append(place)
-
-    def _keep(self, number: int, event: Event, place: tuple[Path, int] | None) -> None:
-        self._kept[number] = event
-        if place is None:
-            return
-        while len(self._kept) > KEPT:
-            oldest = next((at for at in self._kept if self._place(at)), None)
-            if oldest is None or oldest == number:
-                return
-            del self._kept[oldest]
-
-    def _place(self, number: int) -> tuple[Path, int] | None:
-        return self._places[number] if number < len(self._places) else None
+        self._held.append(event if place is None or len(self.rows) <= KEPT else place)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -137,22 +124,23 @@ class Events(Sequence[Event]):
     def __getitem__(self, at: int | slice) -> "Event | list[Event]":
         if isinstance(at, slice):
             return [self[number] for number in range(*at.indices(len(self)))]
-        number = range(len(self))[at]
-        if number not in self._kept:
-            path, start = self._places[number] or (Path(), 0)
-            with path.open("rb") as file:
-                file.seek(start)
-                event = read(Event, parse_json(file.readline(DOCUMENT).decode("utf-8", errors="replace")))
-            self._keep(number, replace(event, event_id=self.rows[number].event_id), self._places[number])
-        return self._kept[number]
+        held = self._held[at]
+        return held if isinstance(held, Event) else self._read(*held, self.rows[at].event_id)
 
     def in_order(self) -> "Events":
         """Sort by step, epoch and mini-batch."""
         made = Events()
         order = sorted(range(len(self)), key=lambda at: (*self.rows[at][1:4], at))
-        made.rows, made._places = [self.rows[at] for at in order], [self._places[at] for at in order]
-        made._kept = OrderedDict((new, self._kept[old]) for new, old in enumerate(order) if old in self._kept)
+        made.rows, made._held = [self.rows[at] for at in order], [self._held[at] for at in order]
         return made
+
+
+def _read_at(path: Path, start: int, event_id: str) -> Event:
+    """Read the event whose line begins at this byte."""
+    with path.open("rb") as file:
+        file.seek(start)
+        raw = parse_json(file.readline(DOCUMENT).decode("utf-8", errors="replace"))
+    return replace(read(Event, raw), event_id=event_id)
 
 
 def read_events(path: Path) -> tuple[Events, list[str]]:
