@@ -122,6 +122,8 @@ _HEADLINE = re.compile(
     r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$",  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
     re.IGNORECASE,
 )
+_ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
+"""A line that names an exception: its numbers are no metrics."""
 _ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
 """A line that is a name and a number."""
 _EPOCH_ALONE = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})(?:/\d+)?\b|^\s*(\d{1,9}) (?=[A-Za-z]\w* ?[:=])", re.IGNORECASE)
@@ -483,7 +485,7 @@ class Labelled(Grammar):
     def _goes_on(self, line: str, process: str) -> bool:
         """Adds what a line says of the step above it: an indented one, or what a terminal has wrapped."""
         values, above = pairs(line), self.rows[process][-1][1]
-        if not any(is_norm(name) or is_training_loss(name) for name in values):
+        if _ERROR.match(line) or not any(is_norm(name) or is_training_loss(name) for name in values):
             return False
         is_more = values.keys().isdisjoint(above)
         self.num_again += not is_more and line[:1].isspace() and any(map(is_norm, values))

@@ -61,7 +61,7 @@ _SCALE = re.compile(
     rf"scale\D{{0,3}}(?: to)?:? *({NUMBER}), reducing to ({NUMBER})|scale to:? *({NUMBER})", re.IGNORECASE
 )
 _NAN_LOSS = re.compile(
-    r"diverged with loss|\bnan loss (?:encountered|during|detected|with)"
+    r"diverged with loss|\bloss became (?:infinite|nan)|\bnan loss (?:encountered|during|detected|with)"
     r"|(?:received|got|found|detected)(?: an?)? nan loss|\bloss is \S+ stop",
     re.IGNORECASE,
 )
@@ -72,7 +72,18 @@ _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
-_OF_SKIPS = ("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "topping")
+_OF_SKIPS = (
+    "verflow",
+    "OVERFLOW",
+    "kipping",
+    "inimum",
+    "o not update",
+    "not finite",
+    "diverged",
+    " loss ",
+    "became",
+    "topping",
+)
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
     r"|saved checkpoint from iteration +(?P<iteration>\d{1,15}) to (?P<folder>[\w./~-]+)",

@@ -154,8 +154,8 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     if is_hurt and (worst.kind in ("back", "level") or is_followed):
         made.explosions[0] = worst = replace(worst, kind="collapse")
     made.kind = worst.kind
-    made.sentences.append(effects)
-    made.sentences += [finding.sentence for finding in beyond if finding.kind in ("unfinite", "skipped")]
+    also = [finding.sentence for finding in beyond if finding.kind in ("unfinite", "skipped")]
+    made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]
     if _is_overwritten(run, worst):
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(explosions)

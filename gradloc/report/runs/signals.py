@@ -228,23 +228,23 @@ def _skipped(run: LoggedRun) -> Sign | None:
             advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
         is_fault = not is_over or not has_rows
         return Sign("skipped" if is_fault else "", sentence, advice, first)
-    norms = run.metrics.norms
-    span = f" at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
+    at = {skip.step for skip in known}
+    norms = [norm for step, norm in run.metrics.known(run.metrics.norm or "") if step in at]
+    span = f", at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
     if all(skip.is_lost for skip in skips):
         sentence = f"{sentence[:-1]}, because the norm was not finite."
         advice = "Nothing is learned in such a step. If they go on, look at their batches, and train in bf16, not fp16."
         return Sign("skipped", sentence, advice, first)
     is_all = len({skip.step for skip in known}) >= len(run.metrics.steps) > 1
-    if not is_all and len(skips) < 3 and (norms or loss_of(run.metrics)[1]):
-        return None
+    is_rare = not is_all and len(skips) < 3 and (run.metrics.norms or loss_of(run.metrics)[1])
     advice = (
         "A skipped step leaves the weights as they are, so the next is skipped as well: raise the trainer's limit on "
         "the norm above these norms, or go back to before the first."
         if is_all
         else "Compare the trainer's limit on the norm with the norms of these steps."
     )
-    return Sign("skipped", sentence, advice, first)
+    return Sign("" if is_rare else "skipped", sentence, "" if is_rare else advice, first)
 
 
 def _skips_of(run: LoggedRun) -> list[Skip]:
