@@ -144,6 +144,8 @@ class GradientSpace:
     """Before the step's first forward."""
     model: Any = None
     """The model whose plain attributes a forward may move; None where an engine keeps it in parts."""
+    heads: frozenset[str] = frozenset()
+    """Names of the output heads' parameters, where the trainer says so."""
     is_mirrored = False
     """Whether the model holds copies of the weights that are moved here, in a precision of their own."""
     shift: Shift | None = None

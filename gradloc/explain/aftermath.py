@@ -58,7 +58,7 @@ class Impact:
     """Whether the spike hurt, and the grounds."""
 
     answer: str
-    """``yes``, ``no`` or ``not yet known``."""
+    """``yes``, ``no``, ``not yet known``, or ``not known`` where the norm alone is logged."""
     why: str
     """Sentences."""
     parts: tuple[Aftermath, ...] = ()
@@ -82,6 +82,9 @@ def impact_of(event: Event, series: Series) -> Impact:
         return Impact("yes", " ".join(_went(part) for part in worse), parts)
     if is_left or is_broken:
         return Impact("no", "The step was not taken.", parts)
+    if [part.title for part in known] == ["norm"]:  # which Adam hides a spike's damage from
+        went = f"from {number(known[0].before, 3)} to {number(known[0].after, 3)}"
+        return Impact("not known", f"The norm went on as before, {went}. No loss or reward is logged here.", parts)
     if known:
         titles = listed([part.title for part in known])
         return Impact("no", f"{titles[0].upper()}{titles[1:]} went on as before.", parts)

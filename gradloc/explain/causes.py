@@ -166,7 +166,8 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     ):
         if not _are_finite(*values):
             return Cause(label, numbers)
-    jacobian = norm / abs(coefficient) if culprit.span == "token" and norm is not None and coefficient else None
+    is_one = culprit.span == "token" or len(culprit.positions) == 1
+    jacobian = norm / abs(coefficient) if is_one and norm is not None and coefficient else None
     is_distance = name in ("error", "gap")  # how far the output is from what it is pulled to
     distance = None if output is None or pull is None else pull - output
     excess = {name: _over(distance if is_distance else pull, typical)}

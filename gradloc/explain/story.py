@@ -13,7 +13,7 @@ from .cures import healer
 from .documents import document_words
 from .faults import fault_sentences
 from .numbers import bounded, number, percent
-from .text import one_line, plural, times, visible
+from .text import one_line, plural, span, times, visible
 
 _COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
 _SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
@@ -28,6 +28,7 @@ CERTIFICATES = {
     "explained": "explained: without the culprits the step is healthy",
     "not_explained": "not explained: without the culprits the step still spikes",
     "undecided": "undecided",
+    "not_the_data": "no token is accused, since the batch is not at fault",
 }
 ACTIONS = {
     "observe": "observe: the step was taken unchanged",
@@ -79,6 +80,12 @@ def cause_of(event: Event) -> str:
     return cause.label if cause else first.cause.label if first else ""
 
 
+def verdict_of(event: Event) -> str:
+    """Return the certificate's verdict; ``not_the_data`` where another link than the batch broke."""
+    is_other = event.fault is not None and event.fault.at not in ("batch", "undecided")
+    return "not_the_data" if is_other and not event.culprits else event.certificate.verdict
+
+
 def headline(event: Event) -> str:
     """Say what happened in one sentence, with no number but the step.
 
@@ -118,14 +125,17 @@ def culprits_in_words(event: Event) -> str:
     count = len(event.culprits)
     spans = {culprit.span for culprit in event.culprits}
     noun = span_of(event, spans.pop()) if len(spans) == 1 else "culprit"
-    if noun.startswith("span") and count > 1:
-        noun = "spans of token"
+    if noun.startswith("span"):
+        what = "position" if event.is_without_tokens else "token"
+        noun = f"spans of {what}" if count > 1 else noun
     head = _COUNTS[count] if count < len(_COUNTS) else f"{count:,}"
     return f"{head} {plural(count, noun).partition(' ')[2]}"
 
 
 def span_of(event: Event, span: str) -> str:
     """Name a kind of span; a whole row is a document in a loop without advantages, else a response."""
+    if event.is_without_tokens:
+        return {"token": "position", "sequence": "row"}.get(span, "span of positions")
     return "document" if span == "sequence" and event.is_supervised else _SPANS.get(span, "culprit")
 
 
@@ -309,6 +319,10 @@ def _where(event: Event) -> str:
     if first is None or not first.positions:
         return ""
     start, position = "It is" if len(event.culprits) == 1 else "The largest is", first.positions[0]
+    if event.is_without_tokens:
+        is_row = first.span == "sequence"
+        place = "" if is_row else f"position {span(first.positions)} of "
+        return f"{start} {place}{_sequence(first).removeprefix('in ')}."
     what = f"the token {quote(first)} at position {position}"
     if len(first.positions) > 1:
         what = f"{len(first.positions)} tokens from position {position}"

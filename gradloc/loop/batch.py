@@ -15,6 +15,8 @@ Rows = dict[str, Any]
 """One rank's rows on the host, or all of them: tensors (R, P) or (R, T) by name, and lists of names with one for each
 row."""
 
+NO_TOKEN = -1
+"""Id in the place of a token, where a row's positions are none: of a classifier, of pictures."""
 _SAMPLED = 2**20  # tokens that a batch's typical signal is taken from, evenly spread; of smaller batches all
 
 

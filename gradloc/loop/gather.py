@@ -35,7 +35,7 @@ from ..record.columns import OF_A_TOKEN, exp
 from ..search.step_causes import NOTABLE_SHARE
 from ..search.task import SearchResult, Span
 from .fingerprint import fingerprint
-from .layers import kind_of, layer_history, layer_of, norms_by
+from .layers import kind_of, layer_history, layer_of, names_for_layers, norms_by
 
 _TERMS = ("policy", "kl", "entropy")
 _LOW = 0.2  # quantile of the entropies
@@ -133,7 +133,8 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
     head_square = float(space.reduce(lambda: context.head_square * space.num_replicas))
 
     def build(parts: list[_Sums]) -> RawEvent:
-        event = _event(context, culprits, parts, math.sqrt(head_square))
+        head_norm = None if head_square < 0 else math.sqrt(head_square)
+        event = _event(context, culprits, parts, head_norm)
         meta = BundleMeta(
             temperature=step.numerics.temperature,
             dtype=str(step.numerics.dtype).removeprefix("torch."),
@@ -150,10 +151,12 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
     return ranks.run_local_synced(lambda: None if gathered is None else build(gathered))
 
 
-def _event(context: SpikeContext, culprits: tuple[Culprit, ...], parts: list["_Sums"], head_norm: float) -> Event:
+def _event(
+    context: SpikeContext, culprits: tuple[Culprit, ...], parts: list["_Sums"], head_norm: float | None
+) -> Event:
     """Make the record, as far as the ranks know it; ``parts`` has one of each rank."""
     step, ranks, finding = context.step, context.ranks, context.finding
-    names, squares = context.space.names, context.squares
+    names, squares = names_for_layers(context.space), context.squares
     certificate, measured, shared = context.certificate, finding.shares, None
     history = layer_history(names, squares, context.history)
     if measured is not None:
@@ -332,7 +335,7 @@ def _columns(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
     recorded, details, kl = step.recorded(index), step.details(index), step.kl_coefficients(index)
     output, before = ("value", "old_value") if recorded.is_value else ("log_prob", "old_log_prob_used")
     found = {
-        output: recorded.log_prob,
+        output: recorded.log_prob if recorded.is_known else None,
         before: details.old_log_prob,
         "entropy": context.finding.entropies.get(index, recorded.entropy),
         "coefficient": step.coefficients(index)[0],
@@ -396,7 +399,7 @@ def _culprit(context: SpikeContext, culprit: Span) -> Culprit:
         threshold=culprit.threshold,
         share=share,
         share_error=share_error,
-        layers={} if culprit.squares is None else norms_by(layer_of, context.space.names, culprit.squares),
+        layers={} if culprit.squares is None else norms_by(layer_of, names_for_layers(context.space), culprit.squares),
         token_norms=token_norms,
     )
 

@@ -55,19 +55,28 @@ def kind_of(name: str) -> str:
     return "other"
 
 
+def names_for_layers(space: GradientSpace) -> list[str]:
+    """Return the parameters' names, with that of a head where only the trainer says that a parameter is one."""
+    return ["lm_head" if name in space.heads and layer_of(name) == "other" else name for name in space.names]
+
+
 @torch.no_grad()
 def head_square(space: GradientSpace) -> torch.Tensor:
     """Return this rank's part of the squared gradient norm of the output head, or of the embedding where both are tied.
 
     A scalar of ``.grad`` as it is, without communication; the parts of all processes add up. The head's gradient norm
     is a lower bound on how far a step moves the policy, and surges where training degrades (arXiv 2605.19425).
+    Negative where neither the trainer nor a parameter's name says which is the head.
     """
     norms: dict[str, list[torch.Tensor]] = {"head": [], "embedding": []}
     zero = torch.zeros((), dtype=torch.float64, device=space.params[0].device)
     for name, shard in space.named_shards():
-        if (kind := kind_of(name)) in norms:
+        kind = "head" if name in space.heads else kind_of(name)
+        if kind in norms:
             norms[kind].append(zero if shard is None else torch.linalg.vector_norm(shard, dtype=torch.float64))
-    kept = norms["head"] or norms["embedding"] or [zero]
+    kept = norms["head"] or norms["embedding"]
+    if not kept:
+        return zero - 1.0
     return torch.linalg.vector_norm(torch.stack(kept)).square() / space.num_replicas
 
 

@@ -53,14 +53,15 @@ def metrics_of(
 
     ``reports`` has one of each process, ``first`` is the first one's; the write failures are the whole run's.
     """
-    heads = [math.fsum(squares) ** 0.5 for squares in zip(*(report.head_squares for report in reports), strict=True)]
+    squares = [math.fsum(parts) for parts in zip(*(report.head_squares for report in reports), strict=True)]
+    heads = [math.sqrt(square) for square in squares if not square < 0]  # negative: not known
     counts = {f"gradloc/{taken}": sum(spike.taken == taken for spike in first.outcomes) for taken in _TAKEN}
     return {
         "grad_norm_max": max(first.norms, key=size),
         "gradloc/failures": max(report.num_failures for report in reports),
         "gradloc/write_failures": num_write_failures,
         "gradloc/median_coefficient": statistics.median(report.coefficient for report in reports),
-        "gradloc/head_grad_norm": max(heads, key=size),
+        **({"gradloc/head_grad_norm": max(heads, key=size)} if heads else {}),
         "gradloc/unwritten": sum(not spike.is_written for spike in first.outcomes),
         **counts,
         **_trigger_metrics(policy, first.norms),

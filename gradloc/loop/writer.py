@@ -46,7 +46,7 @@ from ..record.bundle import Sequence as SequenceRecord
 from ..record.columns import ACTOR, CRITIC, DISTILLED, OF_A_TOKEN, STORED, TENSORS
 from ..record.origin import now
 from ..record.store import EventStore
-from .batch import BatchView
+from .batch import NO_TOKEN, BatchView
 from .gather import RawEvent, RowShare
 from .pictures import Album, inputs_of, kept_inputs
 
@@ -167,7 +167,7 @@ def complete_event(
     culprits = []
     for culprit in raw.event.culprits:
         completed = driver.culprit(culprit)
-        document = None if documents is None else documents.of(completed)
+        document = None if documents is None or completed.token_ids == () else documents.of(completed)
         by_engine = driver.by_engine(completed.row, now.get(culprit.row, ()))
         culprits.append(replace(completed, cause=classify(completed, typical, by_engine, made_by, document)))
     culprits = _counted_endings(culprits, tensors, Counter() if endings is None else endings)
@@ -329,10 +329,12 @@ class EventEnricher:
         """Complete a culprit from the driver's batch; its cause comes later."""
         row, positions = culprit.row, culprit.positions
         assert row is not None  # the driver numbers the rows
+        is_row = self._tensors["responses"].shape[1] == 1 and not self._has_tokens(row)
         own = {name: float(values[row, culprit.peak]) for name, values in self._columns.items() if name in OF_A_TOKEN}
         has_turns = "loss_weight" not in own
         return replace(
             culprit,
+            span="sequence" if is_row else culprit.span,
             **self._labels(row),
             values=culprit.values | own,
             data_row=self._data_row(row),
@@ -350,7 +352,7 @@ class EventEnricher:
         row = sequence.row
         assert row is not None  # the driver numbers the rows
         ids = self._response_ids(row)
-        tokens = self._tokens_in(ids)
+        tokens = self._tokens_in(ids) if self._has_tokens(row) else None
         columns = sequence.columns | {name: tuple(values[row].tolist()) for name, values in self._columns.items()}
         pictures, note = album.add(inputs_of(self.batch, row)) if tokens is not None else (None, None)
         return replace(
@@ -389,6 +391,11 @@ class EventEnricher:
         """Decode each token by itself; None without a tokenizer."""
         return None if self.tokenizer is None else tuple(self._decode([token]) or "" for token in ids)
 
+    def _has_tokens(self, row: int) -> bool:
+        """Return whether a row is made of tokens."""
+        ids = self._tensors["responses"][row][self._tensors["response_mask"][row].bool()]
+        return bool((ids != NO_TOKEN).any()) or not len(ids)
+
     def _prompt_ids(self, row: int) -> list[int]:
         num_response = self._tensors["responses"].shape[1]
         attended = self._tensors["attention_mask"][row].bool()[:-num_response]
@@ -405,6 +412,8 @@ class EventEnricher:
 
     def _around(self, row: int, first: int, last: int) -> dict[str, Any]:
         """Return the text of a span of response positions ``first..last`` and around it, as a culprit's fields."""
+        if not self._has_tokens(row):
+            return {"token_ids": ()}
         responses = self._tensors["responses"][row].tolist()
         prompt, span = self._prompt_ids(row), responses[first : last + 1]
         before = (prompt + responses[:first])[-self._context :] if self._context else []
@@ -482,7 +491,8 @@ class Documents:
         tensors = batch.tensors
         self._tensors, self._mask = tensors, tensors["response_mask"].bool()
         self._pad = getattr(tokenizer, "pad_token_id", None)
-        self._rows = [ids[kept].tolist() for ids, kept in zip(tensors["responses"], self._mask, strict=True)]
+        are_tokens = self._mask & (tensors["responses"] != NO_TOKEN)
+        self._rows = [ids[kept].tolist() for ids, kept in zip(tensors["responses"], are_tokens, strict=True)]
         self._log_probs = [self._mean("log_probs", row) for row in range(len(self._rows))]
         texts = ["" if tokenizer is None else _decoded(tokenizer, ids) for ids in self._rows]
         self._looks = {
@@ -506,7 +516,7 @@ class Documents:
             log_prob=self._log_probs[row],
             log_prob_of_batch=statistics.median(known) if known else None,
             log_prob_shifted=self._mean("shifted", row),
-            copies=sum(other == ids for other in self._rows) - 1,
+            copies=sum(other == ids for other in self._rows) - 1 if ids else 0,
             rows=len(self._rows),
             padding=self._padding(culprit),
             rank=self._at("ranks", culprit),

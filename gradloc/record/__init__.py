@@ -260,7 +260,7 @@ class Culprit:
     reward: float | None = None
     """Sum of the sequence's token-level scores."""
     token_ids: tuple[int, ...] | None = never_null()
-    """Token ids of the span."""
+    """Token ids of the span; empty where the row's positions are no tokens, as a classifier's or a picture's."""
     tokens: tuple[str, ...] | None = None
     """Text of each token; null, as all text here, when the run keeps none."""
     text_before: str | None = None
@@ -600,3 +600,8 @@ class Event:
     def is_supervised(self) -> bool:
         """Return whether the loss has no advantages: its tokens have weights, and its rows are documents."""
         return self.batch.loss_weight is not None
+
+    @property
+    def is_without_tokens(self) -> bool:
+        """Return whether the culprits' positions are no tokens, as a classifier's rows or a picture's patches."""
+        return bool(self.culprits) and all(culprit.token_ids == () for culprit in self.culprits)

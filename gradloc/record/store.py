@@ -86,6 +86,13 @@ class EventStore:
         partial.rmdir()  # another process was just done with it
         return False
 
+    def about(self) -> str:
+        """Return a clause on what a new run should know of the folder; mostly ""."""
+        there = next(place for place in (self.root, *self.root.absolute().parents) if place.exists())
+        if not os.access(there, os.W_OK):
+            return f"; {there} cannot be written to"
+        return ", behind those of an earlier run" if (self.root / "events.jsonl").exists() else ""
+
     def size_gb(self) -> float:
         """Return the size of the folder in gigabytes, checkpoints included."""
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) / 1e9

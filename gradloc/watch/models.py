@@ -31,7 +31,10 @@ def find_body_and_head(
     if isinstance(hidden, torch.nn.Module):
         return hidden, None
     if hidden is not None:
-        return model.get_submodule(hidden), None
+        try:
+            return model.get_submodule(hidden), None
+        except AttributeError:
+            raise ValueError(f"gradloc.Watch's hidden names no module of the model: {hidden!r}") from None
     model = _transformers_model_in(model)
     plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
     asked = getattr(plain, "get_output_embeddings", None)

@@ -107,8 +107,8 @@ def _differences(space: GradientSpace, before: Gradient, factors: torch.Tensor) 
 def _outside(step: TapStep, space: GradientSpace, again: torch.Tensor, given: torch.Tensor) -> list[int]:
     """Return the parameters whose gradient is not searched: the head's, where dL/dz is not known, and those that only a
     part of the loss uses that passes by the last hidden state, such as a value head after dropout."""
-    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
-    is_head = [step.form == "hidden" and id(param) in heads for param in space.params]
+    heads = step.tap.head_names(space)
+    is_head = [step.form == "hidden" and name in heads for name in space.names]
     found = [index for index, head in enumerate(is_head) if head or (again[index] == 0 and given[index] > 0)]
     step.unsearched = tuple(space.names[index] for index in found)
     return found
@@ -188,8 +188,8 @@ def _object(
     if not is_spike:
         step.obstacle = what
         return
-    heads = {id(param) for head in step.tap.heads for param in head.parameters()}
-    passed_by = next((space.names[index] for index in outside if id(space.params[index]) not in heads), "")
+    heads = step.tap.head_names(space)
+    passed_by = next((space.names[index] for index in outside if space.names[index] not in heads), "")
     at = "after_backward"
     why = "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
     if step.ranks.max([float(any(each.forwarded.is_passed_by for each in step.micro_batches))])[0]:

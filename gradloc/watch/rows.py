@@ -52,5 +52,7 @@ def view_of_summaries(by_rank: Sequence[list[tuple[int, float]]], signal: str) -
         signal: the tensor's name, such as ``advantages``.
     """
     lengths, values = torch.tensor([row for rows in by_rank for row in rows]).T
+    if signal == "loss_weights":  # in view_of's unit
+        values = values * lengths.sum()
     mask = torch.tensor(range(int(lengths.max()))) < lengths.unsqueeze(1)
     return BatchView({"response_mask": mask, signal: values.unsqueeze(1).expand_as(mask)}, {})

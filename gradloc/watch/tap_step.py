@@ -28,7 +28,7 @@ from ..core.fp32_head import precise_linear
 from ..core.host_step import to_host
 from ..core.ranks import Ranks
 from ..core.step import Details, Outputs, Recorded, TrainingStep, only
-from ..loop.batch import Rows, joined
+from ..loop.batch import NO_TOKEN, Rows, joined
 from .anew import TapRecorded, follow_weights, keep_first
 from .forwarded import Forwarded, Graph, returned_log_probs
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
@@ -75,6 +75,12 @@ class TapMicroBatch:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Tensors (B, T') that the loop gave, by the names of :class:`~..loop.batch.BatchView`."""
         return self.forwarded.known.get("tensors", {})
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether positions predict tokens: not where a row is one position, whose label is a class, or has none."""
+        is_known = "ids" in self.forwarded.known or self.labels is not None or bool(self.forwarded.ids())
+        return self.mask.shape[1] > 1 and (is_known or self.forwarded.has_log_probs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -352,7 +358,7 @@ class TapStep(LoopStep):
             read = [batch.labels] if batch.labels is not None else [each.clamp(min=0) for each in forwarded.ids()]
             batch.ids = batch.in_window(read[0].reshape(-1)) if read else batch.ids
         recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, batch))
-        recorded.log_prob = batch.in_window(found.potentials.log_prob)
+        recorded.log_prob, recorded.is_known = batch.in_window(found.potentials.log_prob), batch.labels is not None
         recorded.is_entropy = not self.has_rest
         if self.form == "log_probs":
             rest = found.parts[:, 1:]
@@ -512,11 +518,14 @@ class TapStep(LoopStep):
         """Return all columns of the rows that an event may show, on the host; see :func:`~..loop.batch.joined`."""
         parts = []
         for index, each in enumerate(self.micro_batches):
-            mask, ids, names = each.on_host["mask"], each.ids.cpu(), each.forwarded.known.get("rows")
+            mask, names = each.on_host["mask"], each.forwarded.known.get("rows")
+            ids = each.ids.cpu() if each.has_tokens else torch.full_like(mask, NO_TOKEN, dtype=torch.long)
+            known = each.recorded.log_prob.float().cpu()
+            log_probs = known if each.recorded.is_known else torch.full_like(known, math.nan)
             parts.append(
                 {name: value.detach().cpu() for name, value in each.tensors.items()}
                 | {"responses": ids, "attention_mask": attention_mask(mask), "response_mask": mask.long()}
-                | {"loss_weights": self.loss_weights(index), "log_probs": each.recorded.log_prob.float().cpu()}
+                | {"loss_weights": self.loss_weights(index), "log_probs": log_probs}
                 | {name: each.on_host[name] for name in ("ranks", "shifted") if name in each.on_host}
                 | {"names": [""] * len(mask) if names is None else [str(name) for name in names]}
             )

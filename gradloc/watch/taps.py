@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..core.forward_state import MovingState, generators_in
-from ..core.gradients import host_copy
+from ..core.gradients import GradientSpace, host_copy
 from ..core.step import Recorded
 from .forwarded import (
     Forwarded,
@@ -160,6 +160,11 @@ class ModelTap:
         self.attach(model)  # after the body's hooks, since the model may be its own body
         for part in trained_parts(inner) if hidden is None else ():
             self._listen(part)  # which a method of the user's own may call, such as a training_step
+
+    def head_names(self, space: GradientSpace) -> frozenset[str]:
+        """Return the names of the heads' parameters among the trained ones."""
+        heads = {id(param) for head in self.heads for param in head.parameters()}
+        return frozenset(name for name, param in zip(space.names, space.params, strict=True) if id(param) in heads)
 
     def attach(self, outer: torch.nn.Module) -> None:
         """Keep this module's calls as training's, such as those of a wrapper that is made later."""

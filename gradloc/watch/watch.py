@@ -173,7 +173,7 @@ class Watch(Notes):
         driver = Driver(settings, tokenizer=tokenizer, run=run, trained={})
         driver.action_key = "action"
         root = str(settings.root).encode("utf-8", "replace").decode("utf-8")
-        print(f"gradloc: on ({settings.action.mode}); events go to {root}", flush=True)
+        print(f"gradloc: on ({settings.action.mode}); events go to {root}{driver.writer.store.about()}", flush=True)
         return driver
 
     def close(self) -> None:
@@ -271,6 +271,7 @@ class Watch(Notes):
         self.scales_loss = any(counts.scaled)
         self.takes_what_is_not_finite = not self.scales_loss
         self._settle_outer()
+        self.space.heads = self.tap.head_names(self.space)
         with torch.no_grad():
             if isinstance(self.space, ZeroSpace):
                 self.space.show()

@@ -74,7 +74,7 @@ def test_what_came_after_says_whether_it_hurt(found, known, answer, worse):
         ("critic/score/mean", 1.0, 0.89, "yes"),
         ("critic/score/mean", -0.5, -0.54, "no"),  # by its difference, not as a multiple
         ("critic/score/mean", -0.5, -0.56, "yes"),
-        ("actor/grad_norm", 1.0, 3.0, "no"),
+        ("actor/grad_norm", 1.0, 3.0, "not known"),
         ("actor/grad_norm", 1.0, 3.1, "yes"),
         ("actor/entropy", 1.0, 0.5, "no"),
         ("actor/entropy", 1.0, 0.49, "yes"),

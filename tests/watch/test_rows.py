@@ -43,6 +43,8 @@ def test_a_brief_batch_has_each_row_s_length_and_signal():
     made = view_of_summaries([pairs[:2], pairs[2:]], "advantages").tensors
     assert made["response_mask"].tolist() == [[True, True, False], [True, True, True], [True, False, False]]
     assert made["advantages"].shape == (3, 3) and made["advantages"][:, 0].tolist() == [0.5, -1.0, 2.0]
+    weights = view_of_summaries([pairs[:2], pairs[2:]], "loss_weights").tensors["loss_weights"]
+    assert weights[:, 0].tolist() == [3.0, -6.0, 12.0], "of six tokens, in the unit of a whole batch"
 
 
 def test_a_variable_that_has_no_value_yet_keeps_its_place():

@@ -27,6 +27,7 @@ from ...explain.story import (
     pronoun,
     quote_of,
     step_cause,
+    verdict_of,
     what_followed,
 )
 from ...explain.text import one_line, plural, span, spoken
@@ -40,6 +41,8 @@ CULPRITS = 40
 """Most culprits in the table; the rest are counted."""
 _DETAILED = 4
 """Most culprits of a cause with all of their numbers."""
+_ODD = 1.5
+"""From this factor on a statistic of the batch is worth a word."""
 _PARTS = 6
 """Most rows, prompts and data sources."""
 _LISTED = ("advantage", "ratio")
@@ -141,7 +144,7 @@ def document(event: Event, run: RunFolder) -> EventDocument:
         _where(event),
         _proof(event, run, root),
     ]
-    filled, verdict = [section for section in sections if section.blocks], spoken(event.certificate.verdict)
+    filled, verdict = [section for section in sections if section.blocks], spoken(verdict_of(event))
     says = headline(event), lede(event), quote_of(event), named(event), figures(event)
     return EventDocument(event, _title(event), verdict, *says, filled)
 
@@ -251,7 +254,8 @@ def _row(event: Event, culprit: Culprit, columns: Sequence[str]) -> tuple[str | 
 
 
 def _token(culprit: Culprit) -> TokenCell:
-    return TokenCell(one_line(culprit.text, 60) or "(no text)", culprit.token_ids or ())
+    text = f"row {culprit.micro_batch_row}" if culprit.token_ids == () else one_line(culprit.text, 60) or "(no text)"
+    return TokenCell(text, culprit.token_ids or ())
 
 
 def place_in_batch(event: Event, of: Culprit | TokenSequence) -> str:
@@ -305,7 +309,8 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
         blocks += _advice(event, meaning)
     if not blocks:
         blocks = ["No token was named, so there is no cause to give."]
-    over_run = [f"{name} {number(value, 3)}×" for name, value in (event.batch.over_run or {}).items()]
+    ratios = {name: value for name, value in (event.batch.over_run or {}).items() if not 1 / _ODD <= value <= _ODD}
+    over_run = [f"{spoken(name)} {number(value, 3)}×" for name, value in ratios.items()]
     blocks += [f"Against the run's usual: {', '.join(over_run)}."] if over_run else []
     return Section("why", "Why", blocks)
 
@@ -330,11 +335,12 @@ def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], 
     if culprit.versions is not None:
         known["versions"] = ("sampled by the weights of", _each("step", *culprit.versions), "")
     meaning, odd = cause_info(culprit.cause.label), odd_number(culprit)
-    about = meaning.column
+    about, remark = meaning.column, odd or "the odd one"
     if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
-        about = f"{meaning.factor}_over_typical"
+        about, remark = f"{meaning.factor}_over_typical", "times typical"
+        known[about] = (spoken(meaning.factor), *known[about][1:])
     first = [name for name, column in OF_A_TOKEN.items() if column.is_essential] + ["reward"]
-    essential = [(*known.pop(about)[:2], odd or "the odd one")] if about in known else []
+    essential = [(*known.pop(about)[:2], remark)] if about in known else []
     essential += [known.pop(name) for name in first if name in known]
     span_numbers = [("share of the spike", _share(event, culprit), ""), ("gradient norm", _norm(culprit), "")]
     return span_numbers + essential, [*known.values()]
@@ -394,12 +400,13 @@ def cost(search: Search) -> str:
 
 def _proof(event: Event, run: RunFolder, root: Any) -> Section:
     certificate, action, them = event.certificate, event.action, pronoun(event)
-    doubt = f" ({certificate.reason})" if certificate.reason and certificate.verdict != "explained" else ""
+    verdict = verdict_of(event)
+    doubt = f" ({certificate.reason})" if certificate.reason and verdict not in ("explained", "not_the_data") else ""
     norm = number(event.trigger.grad_norm if event.trigger.grad_norm is not None else certificate.norm_before, 3)
     without = "".join(bounded(certificate.norm_after, certificate.error_bound, 3)) + " without, "
     norms = f"Norm {norm} with {them if event.culprits else 'all'}, {without if event.culprits else ''}"
     blocks: list[Block] = [
-        f"Certificate: {CERTIFICATES.get(certificate.verdict, certificate.verdict)}{doubt}. {norms}"
+        f"Certificate: {CERTIFICATES.get(verdict, verdict)}{doubt}. {norms}"
         f"threshold {number(certificate.threshold, 3)}.",
     ]
     if event.fault is not None and event.fault.at in LINKS:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that are no tokens, as a classifier's: an event calls them rows, and says nothing of tokens or documents."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import gradloc
+from gradloc.report.pages.markdown import to_markdown
+from gradloc.report.runs.run import read_run
+
+BAD, STEP, LARGE = 17, 31, 1e3
+
+
+def losses_of(kind: str, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each row."""
+    if kind == "regression":
+        return mse_loss(given[:, 0], x.sum(1), reduction="none")
+    labels = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    labels = torch.where(x.abs().amax(1) > LARGE, 3 - labels, labels)
+    return cross_entropy(given, labels, reduction="none")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "label"), [("classes", "loss_weight"), ("input", "large_jacobian"), ("regression", "loss_weight")]
+)
+def test_a_bad_row_is_a_row(tmp_path, kind, label):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    watch = gradloc.Watch(model, optimizer, str(tmp_path))
+    for step in range(1, STEP + 1):
+        x, weights = torch.randn(64, 20), torch.ones(64)
+        if step == STEP and kind == "input":
+            x[BAD] *= 1e4
+        elif step == STEP:
+            weights[BAD] = 1e4
+        optimizer.zero_grad()
+        (losses_of(kind, model(x), x) * weights).mean().backward()
+        optimizer.step()
+    watch.close()
+    (event,) = map(json.loads, Path(tmp_path, "gradloc/events.jsonl").read_text().splitlines())
+    (culprit,) = event["culprits"]
+    assert (culprit["micro_batch_row"], culprit["span"], culprit["token_ids"]) == (BAD, "sequence", [])
+    assert culprit["cause"]["label"] == label and "log_prob" not in culprit["values"]
+    head = torch.cat([param.grad.flatten() for param in model[-1].parameters()])
+    assert event["head_grad_norm"] == pytest.approx(head.norm().item(), rel=0.01)
+    run = read_run(tmp_path)
+    page = to_markdown(run, [*run.events])
+    assert f"One row made the step-{STEP} spike" in page and f"row {BAD}" in page
+    assert not any(word in page for word in ("document", "One token", "<0>", "log-prob: 0"))
