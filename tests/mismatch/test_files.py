@@ -142,10 +142,13 @@ def test_a_file_that_does_not_serve_is_told_of_in_a_sentence(tmp_path, capsys, n
 def test_an_event_that_cannot_be_judged_is_said_to_be_one_and_no_log(tmp_path, capsys):
     event = tmp_path / "events" / "step000005-epoch0-mini0"
     event.mkdir(parents=True)
-    (event / "event.json").write_text("{}")
+    (event / "meta.json").write_text("{}")
+    (event / "batch.safetensors").write_text("x")
+    assert main(["mismatch", str(event)]) == 2 and "is no safetensors file" in capsys.readouterr().err
+    (event / "batch.safetensors").unlink()
     assert main(["mismatch", str(event)]) == 2
     said = capsys.readouterr().err
-    assert "holds no columns of log-probs" in said and "is a log" not in said
+    assert "without a bundle" in said and "is a log" not in said
 
 
 def test_the_command_says_the_kind_and_what_helps(tmp_path, capsys):

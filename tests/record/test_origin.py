@@ -33,6 +33,7 @@ def test_versions_model_and_digest_are_there_and_fit_the_schema():
 def test_the_digest_is_the_settings_whatever_their_order():
     assert made({"a": 1, "b": {"c": None}}).config == made({"b": {"c": None}, "a": 1}).config
     assert made({"a": 1}).config != made({"a": 2}).config
+    assert origin(Run("p", "e"), {}, "torch").config is None, "a loop has no settings"
 
 
 def test_a_trainer_that_is_not_installed_has_no_version():

@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         output.check(args.output)
+    if is_event(args.path) and not (args.path / "batch.safetensors").is_file():
+        raise ReportError(f"{args.path} was written without a bundle, so its log-probs are not known.")
     try:
         steps = read(args.path)
         if args.step is not None and args.step not in steps:
