@@ -65,7 +65,8 @@ def _who(event: Event) -> str:
     share, more = carried(event, event.culprits), len(event.culprits) - 1
     first = event.by_size[0]
     carry = "" if share is None else f" {'carry' if more else 'carries'} {share}"
-    return f"{quote(first)} (rank {first.rank}){f' and {more} more' if more else ''}{carry}"
+    where = "" if event.step.dp_size == 1 else f" (rank {first.rank})"
+    return f"{quote(first)}{where}{f' and {more} more' if more else ''}{carry}"
 
 
 def _row(event: Event, culprit: Culprit) -> list[Any]:

@@ -44,6 +44,7 @@ def test_the_line_is_the_headline_and_names_token_rank_share_both_norms_and_the_
             'Two tokens made the step-5 spike: " 7" (rank 1) and 1 more carry 99%, norm 748 (0.77 without them)',
         ),
         (event(culprits=[make_culprit(share=None)]), '" is" (rank 1), norm 748'),
+        (event(culprits=[make_culprit(share=None)], step={"dp_size": 1}), '" is", norm 748'),
         (event(culprits=[make_culprit(share_error=0.004)]), "carries 75% +- 0.4%, norm 748"),
         (event(culprits=[make_culprit(share_error=0.0)]), "carries 75%, norm 748"),
         (event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED), '" is" (rank 1), norm 748'),
