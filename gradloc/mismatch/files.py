@@ -15,7 +15,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from ..record.files import MB, is_bomb, parse_json
+from ..record.files import DOCUMENT, LINE, MB, UNPACKED, check_parquet, is_bomb, parse_json, read_bytes
 from .columns import Columns, MismatchError, columns
 
 Made = TypeVar("Made")
@@ -166,14 +166,14 @@ def _made(table: dict[str, list[NDArray]]) -> Columns:
 def _json_lines(file: Path) -> Mapping[str, Any]:
     """Read JSON lines, one row each."""
     with file.open(encoding="utf-8") as lines:
-        rows = [parse_json(line) for line in lines if line.strip()]
+        rows = [parse_json(line) for line in iter(lambda: lines.readline(DOCUMENT + 1), "") if line.strip()]
     if not rows:
         raise ValueError("it has no row")
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _csv(file: Path) -> Mapping[str, Any]:
-    csv.field_size_limit(2**31 - 1)  # a field may hold a whole text
+    csv.field_size_limit(LINE)  # a field may hold a whole text
     with file.open(newline="", encoding="utf-8-sig") as lines:
         head, *rows = csv.reader(lines)
     columns_ = zip(*rows, strict=True) if rows else [[]] * len(head)
@@ -194,19 +194,22 @@ def _parquet(file: Path) -> Mapping[str, Any]:
         import pyarrow.parquet as pq
     except ImportError:
         raise MismatchError(f"{file} needs pyarrow: pip install pyarrow, or write a .csv or .npz.") from None
-    names = dict.fromkeys(pq.read_schema(file).names)
+    data = pq.read_metadata(file)
+    check_parquet(data, file.stat().st_size)
+    names = dict.fromkeys(data.schema.to_arrow_schema().names)
     found = pq.read_table(file, columns=[name for theirs in NAMES.values() for name in theirs if name in names])
     return names | {name: found[name].to_numpy() for name in found.column_names}
 
 
 def _safetensors(file: Path) -> Mapping[str, Any]:
     """Return a bundle's tensors: eight bytes for the header's length, the header in JSON, the numbers."""
-    data, types = file.read_bytes(), {"F32": "<f4", "F64": "<f8", "I64": "<i8", "F16": "<f2", "BOOL": "?"}
+    data, types = read_bytes(file, most=UNPACKED), {"F32": "<f4", "F64": "<f8", "I64": "<i8", "F16": "<f2", "BOOL": "?"}
     begins = 8 + int.from_bytes(data[:8], "little")
     if begins > len(data) or data[8:9] != b"{":
         raise MismatchError(f"{file} is no safetensors file.")
+    numbers = memoryview(data)[begins:]
     return {
-        name: np.frombuffer(data[begins:][slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
+        name: np.frombuffer(numbers[slice(*entry["data_offsets"])], types[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in parse_json(data[8:begins]).items()
         if entry.get("dtype") in types
     }

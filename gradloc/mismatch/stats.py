@@ -166,7 +166,9 @@ def temperature(tokens: Tokens) -> Numbers:
     used = (tokens.q > 1e-3) & (tokens.q < 0.6) & np.isfinite(a + b)
     found = {"slope": 1.0, "r": 0.0, "error": 1.0, "tokens": float(used.sum()), "along": correlation(d, tokens.middle)}
     low = tokens.middle <= np.quantile(tokens.middle, 0.1)
-    spreads = [max(float(np.std(column[part])), 1e-12) for part in (low, ~low) for column in (a, b)]
+    spreads = [
+        max(float(np.std(column[part])), 1e-12) if part.any() else np.nan for part in (low, ~low) for column in (a, b)
+    ]
     found["bend"] = float(np.log(spreads[0] / spreads[1]) - np.log(spreads[2] / spreads[3]))
     if used.sum() >= 50:
         x, y = (np.log(-np.expm1(column[used])) - column[used] for column in (a, b))

@@ -19,13 +19,17 @@ NESTED = 64  # levels of lists and objects in a document
 OPENED = 1 * MB  # lists and objects in a document
 VALUES = 6 * MB  # values in a document
 LITERAL = MB // 2  # values in a Python literal, which takes ten times the memory of JSON
-RATIO, FREE = 40, 32 * MB  # bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one
+RATIO, FREE = 40, 20 * MB  # bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one
 UNPACKED = 4_000 * MB  # bytes that an archive, a packed file or a pipe may hold
 MEMBERS = 10_000  # files in an archive
+HEADER = 64_000  # bytes of a long name or of attributes in a tar
 RECORD = 8 * MB  # bytes of a record in a stream of records
 LINE = 1 << 22  # characters of a line that are read as one; a longer line is no log's
 SHEET = 48 * MB  # bytes of a spreadsheet unpacked
+TAGS = MB // 2  # tags and attributes between two rows of a spreadsheet
 COLUMNS = 4096  # columns of a table
+CELLS = 4 * MB  # steps times metrics, where there are fewer than a quarter as many values
+SETTINGS = MB // 5  # bytes of a run's config, and values that its anchors may make of it
 QUERY_SECONDS = 8.0  # seconds between two rows of a database
 
 
@@ -52,6 +56,25 @@ def _is_deeper(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def is_larger(value: Any, most: int) -> bool:
+    """Return whether lists and dicts hold more values than ``most``, each counted as often as it is there."""
+    left, count = [value], 0
+    while left and count <= most:
+        part = left.pop()
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        count += 1 + len(inner)
+        left += inner
+    return count > most
+
+
+def check_parquet(data: Any, size: int) -> None:
+    """Raise ValueError where the metadata of a parquet of ``size`` bytes announces more values than bytes."""
+    groups = [data.row_group(at) for at in range(data.num_row_groups)]
+    counts = [sum(group.column(at).num_values for group in groups) for at in range(min(data.num_columns, COLUMNS))]
+    if max([data.num_rows, *counts]) > size or data.num_columns > COLUMNS:
+        raise ValueError(f"{data.num_rows:,} rows and {data.num_columns:,} columns in {size:,} bytes")
 
 
 def is_bomb(unpacked: int, packed: int) -> bool:
@@ -85,7 +108,7 @@ def read_bytes(path: Path, root: Path | None = None, most: int = DOCUMENT) -> by
             raise OSError(errno.EINVAL, "is no regular file", str(path))
         content = file.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"it is larger than {most / MB:,.0f} MB")
+        raise ValueError(f"it is larger than {most / MB:g} MB")
     return content
 
 

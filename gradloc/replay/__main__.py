@@ -163,6 +163,9 @@ def main(argv: list[str] | None = None) -> int:
         check(has_folder, f"--json {args.json}: there is no such folder.")
         check(args.budget is None or args.budget > 0, f"--budget {args.budget}: must be at least 1.")
         record = plain(replay(args.bundle, args.model, args.strategy, args.oracle, args.budget))
+        print(printable(render(record)), flush=True)
+        if args.json is not None:
+            write_whole(Path(args.json), json.dumps(record, indent=2, allow_nan=False) + "\n")
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
@@ -170,14 +173,11 @@ def main(argv: list[str] | None = None) -> int:
         said = str(error)
         if any(sign in repr(error) for sign in ("MemoryError", "allocate memory")):
             said = "The memory ran out: use a larger machine."
-        elif not isinstance(error, ReplayError):
+        elif not isinstance(error, ReplayError | OSError):
             said = f"{args.bundle} cannot be replayed on {args.model}: {error_text(error)}."
             logging.getLogger(__name__).debug("the error", exc_info=True)
         print(f"replay: {printable(said)}", file=sys.stderr)
         return 2
-    print(printable(render(record)))
-    if args.json is not None:
-        write_whole(Path(args.json), json.dumps(record, indent=2, allow_nan=False) + "\n")
     return 1 if record["verdict"] == "different" else 0
 
 

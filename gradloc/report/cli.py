@@ -8,6 +8,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 
 from ..explain.text import one_line
 from . import __version__
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         args = _parse(words)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
+        warnings.simplefilter("ignore", UserWarning)  # other packages' words on a file
         return _module(args.command).run(args)
     except ReportError as error:
         say(f"gradloc: {one_line(str(error))}", sys.stderr)

@@ -58,4 +58,4 @@ def _filled(text: str, known: dict[str, str]) -> str:
         name, otherwise = found[1] or found[3], found[2]
         return known.get(name, otherwise if otherwise is not None else found[0])
 
-    return _VARIABLE.sub(value, text)
+    return _VARIABLE.sub(value, text, count=20)[:10_000]  # a variable may double the one before it

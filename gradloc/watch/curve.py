@@ -6,6 +6,8 @@ import math
 import os
 from collections.abc import Mapping
 
+from ..record.files import parse_json
+
 
 class Curve:
     """Writes the file.
@@ -43,7 +45,7 @@ class Curve:
         try:
             with open(self._path, "rb") as file:
                 file.seek(max(os.path.getsize(self._path) - 2**16, 0))
-                last = json.loads(file.read().splitlines()[-1])["step"]
+                last = int(parse_json(file.read().splitlines()[-1])["step"])
         except (FileNotFoundError, IndexError, ValueError, KeyError, TypeError):
             return
         if last >= step:

@@ -12,6 +12,7 @@ import gzip
 import io
 import itertools
 import json
+import random
 import re
 import struct
 import sys
@@ -46,6 +47,7 @@ WORDS = [
         b"-1e400",
         b"1e308",
         b"9" * 400,
+        b"9" * 5000,
         b"{",
         b"}",
         b"[[[[",
@@ -261,10 +263,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("reader", choices=READERS)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000_000), help="of the first 300 files")
     parser.add_argument("--keep", type=Path, help="folder for the files that failed")
     args = parser.parse_args()
     end, counts, failed = time.monotonic() + args.seconds, Counter[str](), Counter[str]()
-    number = 0
+    number = args.seed
 
     def attempt(made: tuple[str, bytes], choice: int) -> None:
         if time.monotonic() > end:
@@ -288,13 +291,14 @@ def main() -> int:
                     (args.keep / f"{len(failed)}-{choice}-{made[0]}").write_bytes(made[1])
 
     while time.monotonic() < end:
-        number += 1
         options = settings(
             *(), max_examples=300, database=None, deadline=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         seed(number)(options(given(damaged(args.reader), st.integers(0, 3))(attempt)))()
-    print(f"{args.reader}: {counts['files']:,} files in {args.seconds:.0f} s, {len(failed)} kinds of failure")
+        number += 1
+    done = f"{counts['files']:,} files in {args.seconds:.0f} s from seed {args.seed}"
+    print(f"{args.reader}: {done}, {len(failed)} kinds of failure")
     return bool(failed)
 
 

@@ -73,6 +73,13 @@ TEXTS: dict[str, Callable[[], str | bytes]] = {
     "to-and-fro.log": lambda: "".join(f"step:{at % 2} - actor/grad_norm:{at}\n" for at in range(20_000)),
     "not-a-number.log": lambda: "".join(f"step:{at} - actor/grad_norm:nan\n" for at in range(40_000)),
     "processes.log": lambda: "".join(f"(W pid={at}) step:{at} - actor/grad_norm:1\n" for at in range(10_000)),
+    "names-of-few.jsonl": lambda: "".join(
+        json.dumps({"step": at, "grad_norm": 1.0, **{f"k{at}_{key}": key for key in range(1_000)}}) + "\n"
+        for at in range(150)
+    ),
+    "digit-keys.json": lambda: json.dumps({"9" * 5_000: {"grad_norm": 1.0}, "1": {"grad_norm": 2.0}}),
+    "folder-of-5000.log": lambda: f"trainer.default_local_dir={'x' * 5_000}\n{{'output_dir': '{'x' * 5_000}'}}\n"
+    + NORMS,
     "names.jsonl": lambda: "".join(f'{{"step": {at}, "grad_norm": 1, "m{at}": 1}}\n' for at in range(1_500)),
     "skips.log": lambda: NORMS + "OVERFLOW! Skipping step. loss scale: 2, reducing to 1\n" * 200_000,
     "bars.log": lambda: "".join(f"{at}/9 [00:01<00:02, 1it/s, loss=0.3]\r" for at in range(100_000)) + NORMS,
@@ -137,6 +144,25 @@ def _tar(entries: list[tuple[str, bytes, bytes]], **also: dict) -> bytes:
     return made.getvalue()
 
 
+def _sparse() -> bytes:
+    """A tar of one file with a hole of 3 GB."""
+    entry = tarfile.TarInfo("run.log")
+    entry.type, entry.size = tarfile.GNUTYPE_SPARSE, 512
+    header = bytearray(entry.tobuf(tarfile.GNU_FORMAT))
+    header[386:410], header[483:495] = b"%011o\0%011o\0" % (0, 512), b"%011o\0" % 3_000_000_000
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + NORMS.encode()[:512].ljust(512) + bytes(1024)
+
+
+def _zstd(content: bytes) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        return content[:1000]
+    return zstandard.compress(content)
+
+
 _FILE, _RUN = tarfile.REGTYPE, ("run.jsonl", tarfile.REGTYPE, GOOD.encode())
 PACKED: dict[str, Callable[[], bytes]] = {
     "zeros.wandb.gz": lambda: _gzip(b":W&B\0\0\0" + b"\0" * MB, 1500),
@@ -169,6 +195,11 @@ PACKED: dict[str, Callable[[], bytes]] = {
             ("c.log", tarfile.CHRTYPE, b""),
         ]
     ),
+    "header.tar.gz": lambda: gzip.compress(_tar([_RUN], pax_headers={"comment": "x" * (200 * MB)})),
+    "long-name.tar.xz": lambda: lzma.compress(_tar([("n" * (100 * MB), _FILE, b"x"), _RUN]), preset=1),
+    "sparse.tar": _sparse,
+    "empty-parts.log.gz": lambda: gzip.compress(b"") * 50_000 + gzip.compress(NORMS.encode()),
+    "rows.log.zst": lambda: _zstd(b"step:1 - grad_norm:1\n" * 20_000_000),
     "deep.tar": lambda: _tar([*((("a/" * depth + "f"), _FILE, b"x") for depth in (400, 1_200, 1_900)), _RUN]),
     "header.tar": lambda: _tar([_RUN], pax_headers={"comment": "x" * (20 * MB)}),
     "escape.tar": lambda: _tar([("run\x1b]0;x\x07\u202e.jsonl", _FILE, GOOD.encode())]),
@@ -286,6 +317,10 @@ COLUMNS: dict[str, Callable[[], bytes]] = {
     "lol.xlsx": lambda: _workbook(lambda s: _LOL + b"]>" + s.split(b"?>", 1)[-1].replace(b"<sheetData>", _CELL)),
     "file.xlsx": lambda: _workbook(lambda s: _PASSWD + s.split(b"?>", 1)[-1].replace(b"<sheetData>", _CELL)),
     "text.xlsx": lambda: _workbook(_before_end(b"<row><c><v>" + b"1" * 300_000_000 + b"</v></c></row>")),
+    "nested.xlsx": lambda: _workbook(_before_end(b"<a>" * 2_000_000 + b"</a>" * 2_000_000)),
+    "attributes.xlsx": lambda: _workbook(
+        _before_end(b"<a " + b" ".join(b'a%d="1"' % at for at in range(600_000)) + b"/>")
+    ),
     "cut.xlsx": lambda: _workbook(lambda sheet: sheet[: len(sheet) // 2]),
 }
 
@@ -330,7 +365,26 @@ def _large_sequences(folder: Path) -> None:
 
 _NESTED = '{"step": {"global_step": 1}, "culprits": ' + "[" * 90_000 + "]" * 90_000 + "}"
 _MANY = tuple(Culprit(rank=0, micro_batch=0, micro_batch_row=0, positions=(at,), share=1e-5) for at in range(30_000))
+
+
+def _linked_parts(folder: Path) -> None:
+    """A run of MLflow's whose parameters are a link, and a folder of events that is one."""
+    (folder / "m" / "metrics").mkdir(parents=True)
+    (folder / "m" / "meta.yaml").write_text("a: 1")
+    (folder / "m" / "metrics" / "grad_norm").write_text("".join(f"17000000000{at} 1.5 {at}\n" for at in range(10, 50)))
+    (folder / "m" / "params").symlink_to("/etc")
+    (folder / "gradloc").symlink_to("/")
+
+
+def _large_metric(folder: Path) -> None:
+    (folder / "metrics").mkdir(parents=True)
+    (folder / "metrics" / "grad_norm").write_text("17")
+    os.truncate(folder / "metrics" / "grad_norm", 3_000_000_000)
+
+
 RUNS: dict[str, Callable[[Path], None]] = {
+    "linked-parts": _linked_parts,
+    "large-metric": _large_metric,
     "linked": _linked,
     "pipes": _pipes,
     "equal": _equal,

@@ -5,7 +5,6 @@ Imports neither torch nor a trainer: the refusals are those of the trainer's sta
 """
 
 import argparse
-import json
 import math
 import re
 import shutil
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from ...core.forecast import MODELS, PLANS, Forecast, Model, Plan, forecast, model_of
 from ...explain.text import one_line, plural
+from ...record.files import SETTINGS, is_larger, read_bytes, read_json
 from ...search.limit import Limit
 from .. import output
 from ..errors import ReportError
@@ -118,7 +118,7 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
     if is_file:
         import yaml
 
-        text = Path(first).read_text(encoding="utf-8", errors="replace")
+        text = _text_of(Path(first))
         if is_script(Path(first), text):
             found = overrides_in(text)
             if not found:
@@ -131,14 +131,22 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
             except yaml.YAMLError as error:
                 raise ReportError(f"{first} has a value that is no YAML: {one_line(str(error), 200)}") from None
         try:
-            content = yaml.safe_load(Path(first).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
+            content = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
             content = None
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or is_larger(content, SETTINGS // 4):
             raise ReportError(f"{first} is no YAML or JSON of settings by name.")
         if "actor_rollout_ref" not in content and "defaults" not in content:
             return _read_trl(first, content, overrides, gpus or 1)
     return _read_verl(Path(first) if is_file else None, overrides if is_file else [first, *overrides])
+
+
+def _text_of(path: Path) -> str:
+    """Read a config or a script; raise ReportError where it is longer than any is."""
+    try:
+        return read_bytes(path, most=SETTINGS).decode("utf-8", errors="replace")
+    except ValueError as error:
+        raise ReportError(f"{path} is no run's config: {error}.") from None
 
 
 def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
@@ -318,7 +326,7 @@ def _model(name: str) -> Model | str:
     if not path.is_file():
         return f"no config.json at {name or 'the model'}: name a folder or a size by --model"
     try:
-        return model_of(path.parent.name, json.loads(path.read_text(encoding="utf-8")))
+        return model_of(path.parent.name, read_json(path))
     except (ValueError, *_WRONG_KINDS) as error:
         return f"{path}: {error}"
 

@@ -139,7 +139,7 @@ def _entries_of(document: dict) -> list[dict]:
         return [dict(zip(names, row, strict=False)) for row in document["data"] if isinstance(row, list)]
     inner = [value for value in document.values() if isinstance(value, dict)]
     if len(inner) == len(document) > 0:
-        if all(str(key).isdecimal() for key in document):
+        if all(str(key).isdecimal() and len(str(key)) < 16 for key in document):
             return [{"step": int(key), **values} for key, values in document.items()]
         if all(value.keys() == inner[0].keys() for value in inner):
             document = {name: list(values.values()) for name, values in document.items()}

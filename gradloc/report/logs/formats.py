@@ -157,17 +157,18 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         raise ReportError(f"{name} is neither a file, a folder nor a pipe: name a log of training steps.")
     if not path.stat().st_size:
         raise ReportError(f"{name} is empty: name a log with at least one training step.")
+    first = Source(path, name)
     for fits, read_as in FORMATS:
-        source = Source(path, name)
-        if not fits(source):
+        if not fits(first):
             continue
+        source = Source(path, name)  # a format that fits may have taken some of it
         recordings = [recording for recording in read_as(source) if recording.rows]
         for recording in recordings:
             recording.folder = path.parent
         if recordings:
             return recordings
         notes += source.notes
-    what = _what_it_is(Source(path, name))
+    what = _what_it_is(first)
     what = f"; it {what}" if what else ""
     refusal = (
         f"{name} has no metrics that can be read{what}. What can be read: {KNOWN}; lines of another form by "
@@ -212,7 +213,7 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
     for path in entries[:MOST]:
         try:
             recordings = [stores.read_mlflow_run(path)] if path.is_dir() else read_file(path)
-        except (ReportError, OSError):
+        except (ReportError, OSError, ValueError):
             unread.append(path.relative_to(folder).as_posix())
             continue
         for recording in filter(lambda recording: recording.rows, recordings):

@@ -44,8 +44,8 @@ _HEADED = re.compile(
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
-_OF_TOTAL = re.compile(r"\s*/\s*(\d+)")
-_EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d+)", re.IGNORECASE)
+_OF_TOTAL = re.compile(r"\s*/\s*(\d{1,15})")
+_EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})", re.IGNORECASE)
 _NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _OPENED = r"(?:[\w.]+\(|[\['\"])*"
 """Opening text before a number: ``tensor(``, ``[``, a quotation mark."""
@@ -115,7 +115,8 @@ _BLOCK = re.compile(
 )
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
 _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
-    r"(?:\bepoch\b\W*(\d+).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d+)/)(\d+)(?:\s*/\s*(\d+))?", re.IGNORECASE
+    r"(?:\bepoch\b\W*(\d{1,9}).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d{1,9})/)(\d{1,15})(?:\s*/\s*(\d{1,15}))?",
+    re.IGNORECASE,
 )
 _HEADLINE = re.compile(
     r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,5}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"

@@ -65,6 +65,7 @@ _WRAPPED = re.compile(
 _NORM = re.compile(
     r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad|\bgrdn\b"
 )
+_NEARLY_NORM = re.compile("norm|grad|gn|grdn")  # what each name of a norm holds: most others need no further look
 _BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad|gn")
 """Whole names of norms that do not say "gradient"."""
 _SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE)
@@ -177,9 +178,9 @@ def is_norm(name: str) -> bool:
     >>> is_norm("grad_2.0_norm_total"), is_norm("train/norm"), is_norm("layer norm"), is_norm("train/grad_l2")
     (True, True, False, True)
     """
-    if _SETTING.search(name):
-        return False
     squeezed = re.sub(r"[^a-z0-9]", "", name.lower())
+    if not _NEARLY_NORM.search(squeezed) or _SETTING.search(name):
+        return False
     return bool(_NORM.search(squeezed) or _BARE_NORM.fullmatch(_plain(name).replace("_", "")))
 
 

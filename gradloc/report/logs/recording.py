@@ -3,10 +3,14 @@
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from ...record.files import CELLS
 
 MEAN = "actor/grad_norm"
 MAX = "actor/grad_norm_max"
@@ -159,9 +163,14 @@ _AT_ONCE = 1000
 
 
 def build(rows: dict[int, dict[str, float]], source: str) -> Metrics:
-    """Turns ``{step: {name: value}}`` into columns, and empties ``rows``: a long log has no room for both."""
+    """Turns ``{step: {name: value}}`` into columns, and empties ``rows``: a long log has no room for both.
+
+    Where most cells would be empty, the metrics of the fewest steps are left out.
+    """
     steps = sorted(rows)
-    names = sorted(set().union(*rows.values()))
+    counts = Counter(chain.from_iterable(rows.values()))
+    most = max(CELLS, 4 * counts.total()) // len(steps)
+    names = sorted(name for name, _ in counts.most_common(most))
     series: dict[str, array[float] | list[float | None]] = {name: array("d") for name in names}
     for start in range(0, len(steps), _AT_ONCE):
         part = [rows.pop(step) for step in steps[start : start + _AT_ONCE]]

@@ -275,7 +275,8 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
     counts = Counter(name for _, values in rows[:MANY] for name in values)
     own = {name: count for name, count in counts.items() if not _is_bookkeeping(name)}
-    main = {name for name, count in own.items() if 2 * count > max(own.values())}
+    most = max(own.values(), default=0)
+    main = {name for name, count in own.items() if 2 * count > most}
 
     def is_beside(values: dict[str, float]) -> bool:
         """Return whether a row is none of training's own, such as an evaluation's: without the norm, or with less than

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from ...record.files import DOCUMENT, LINE, MB, MEMBERS, NESTED, SHEET, UNPACKED, is_bomb
+from ...record.files import DOCUMENT, HEADER, LINE, MB, MEMBERS, NESTED, SHEET, UNPACKED, is_bomb
 from ..errors import ReportError
 
 HEAD = 1 << 16
@@ -198,13 +198,13 @@ def unpack(path: Path, until: ExitStack) -> Path:
                 folder = Path(until.enter_context(tempfile.TemporaryDirectory()))
                 archive.extractall(folder, [name for name in archive.namelist() if name.count("/") < NESTED])
                 return folder
-        if _is_tar(path):
-            notes: list[str] = []
+        notes: list[str] = []
+        if archive := _as_tar(path, notes):
             folder, size = Path(until.enter_context(tempfile.TemporaryDirectory())), 0
-            with tarfile.open(fileobj=_opened(path, notes)[0], mode="r|") as archive:
+            with archive:
                 for count, member in enumerate(archive):
                     size += member.size
-                    if count >= MEMBERS or size > UNPACKED:
+                    if count >= MEMBERS or is_bomb(size, path.stat().st_size):
                         raise ReportError(f"{path.name} holds over {count:,} files, {size / 1e9:.1f} GB: {advice}")
                     if member.isfile() and member.name.count("/") < NESTED:
                         archive.extract(member, folder, filter="data")
@@ -243,8 +243,19 @@ def is_spreadsheet(path: Path) -> bool:
     return "xl/workbook.xml" in sizes
 
 
-def _is_tar(path: Path) -> bool:
+class _Member(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Member":
+        """Read a header; raise ValueError where it announces a longer name or more attributes than any file has."""
+        made = super().frombuf(buf, encoding, errors)
+        if made.size > HEADER and not made.isfile():
+            raise ValueError(f"a header of {made.size:,} bytes")
+        return made
+
+
+def _as_tar(path: Path, notes: list[str]) -> tarfile.TarFile | None:
+    """Return a tar, packed or not, at its first file; None where it is none, such as a packed log."""
     try:
-        return tarfile.is_tarfile(path)
-    except Exception:  # a packed log that is cut off: each format's library has kinds of its own
-        return False
+        return tarfile.open(fileobj=_opened(path, notes)[0], mode="r|", tarinfo=_Member)
+    except tarfile.TarError:
+        return None

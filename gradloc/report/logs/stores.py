@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...explain.text import plural
-from ...record.files import QUERY_SECONDS, RECORD, parse_json, read_bytes
+from ...record.files import QUERY_SECONDS, RECORD, is_inside, parse_json, read_bytes
 from ..errors import ReportError
 from .names import as_step, number, numbers
 from .recording import Recording, flat, gather
@@ -325,18 +325,18 @@ def is_mlflow_run(folder: Path) -> bool:
     """Return whether a folder is a run of MLflow's file store, or that run's ``metrics``, copied without the rest."""
     if folder.name != "metrics":
         return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
-    first = next((file for file in sorted(folder.rglob("*")) if file.is_file()), None)
+    first = next((file for file in sorted(folder.rglob("*")) if file.is_file() and not file.is_symlink()), None)
     if first is None:
         return False
     with first.open(encoding="utf-8", errors="replace") as lines:
-        return re.fullmatch(r"\d{12,} \S+ \d+\s*", next(lines, "")) is not None
+        return re.fullmatch(r"\d{12,} \S+ \d+\s*", lines.readline(RECORD)) is not None
 
 
 def read_mlflow_run(folder: Path) -> Recording:
     """Return a run of MLflow's file store: a file for each metric, ``time value step`` on each line."""
     values, notes = [], []
     metrics = folder if folder.name == "metrics" else folder / "metrics"
-    for name, text in _files(metrics).items():
+    for name, text in _files(metrics, folder).items():
         num_bad = 0
         for line in filter(str.strip, text.splitlines()):
             time, value, step = (*map(number, line.split()), None, None, None)[:3]
@@ -349,16 +349,17 @@ def read_mlflow_run(folder: Path) -> Recording:
             notes.append(f"{plural(num_bad, 'line')} of {name} cannot be read, left out.")
     values.sort(key=lambda entry: entry[:2])
     rows = gather((step, metric, value) for _, step, metric, value in values)
-    params = {name: text.strip() for name, text in _files(metrics.parent / "params").items()}
-    run = _files(metrics.parent / "tags").get("mlflow.runName", "").strip()
+    params = {name: text.strip() for name, text in _files(metrics.parent / "params", metrics.parent).items()}
+    run = _files(metrics.parent / "tags", metrics.parent).get("mlflow.runName", "").strip()
     return Recording(folder.name, "MLflow", run, "", rows, _dotted(params), notes, folder=folder)
 
 
-def _files(folder: Path) -> dict[str, str]:
+def _files(folder: Path, run: Path) -> dict[str, str]:
+    """Return the texts of a folder's files by their names; none that a link leads to, nor out of the run."""
     return {
-        file.relative_to(folder).as_posix(): read_bytes(file, folder).decode("utf-8", errors="replace")
+        file.relative_to(folder).as_posix(): read_bytes(file).decode("utf-8", errors="replace")
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and not file.is_symlink()
+        if file.is_file() and not file.is_symlink() and is_inside(file, run)
     }
 
 

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any
+from typing import Any, BinaryIO
+from zipfile import ZipFile
 
 from ...explain.text import plural
-from ...record.files import COLUMNS, DOCUMENT, VALUES
+from ...record.files import COLUMNS, DOCUMENT, TAGS, VALUES, check_parquet
 from ..errors import ReportError
 from .names import as_step, is_norm, listed, long_columns, number, numbers, step_name, step_of
 from .recording import Recording, gather
@@ -390,11 +391,8 @@ def read_parquet(source: Source) -> list[Recording]:
     """Return the runs of a parquet file, some rows at a time."""
     package = _package("pyarrow.parquet", f"{source.name} is parquet")
     with _sentence_of(source, "parquet"), package.ParquetFile(source.path) as file:
-        data, schema, size = file.metadata, file.schema_arrow, source.path.stat().st_size
-        groups = [data.row_group(at) for at in range(data.num_row_groups)]
-        counts = [sum(group.column(at).num_values for group in groups) for at in range(min(data.num_columns, COLUMNS))]
-        if max([data.num_rows, *counts]) > size or data.num_columns > COLUMNS:
-            raise ValueError(f"{data.num_rows:,} rows and {data.num_columns:,} columns in {size:,} bytes")
+        check_parquet(file.metadata, source.path.stat().st_size)
+        schema = file.schema_arrow
         texts = [field.name for field in schema if str(field.type).endswith(("string", "binary"))]
         with package.ParquetFile(source.path, read_dictionary=texts) as dense:
             rows = (row.values() for batch in dense.iter_batches(256) for row in _bounded(batch).to_pylist())
@@ -418,6 +416,7 @@ def read_spreadsheet(source: Source) -> list[Recording]:
         _sentence_of(source, "a spreadsheet"),
         source.path.open("rb") as file,
     ):  # by its path, it wants the ending .xlsx
+        _refuse_heavy_parts(file)
         for sheet in package.load_workbook(file, read_only=True, data_only=True).worksheets:
             rows = as_texts(_rows_of(sheet))
             try:
@@ -427,6 +426,15 @@ def read_spreadsheet(source: Source) -> list[Recording]:
     if refusal and not any(recording.rows for recording in made):
         raise refusal
     return made
+
+
+def _refuse_heavy_parts(file: BinaryIO) -> None:
+    """Raise ValueError where openpyxl would hold more of a part than a row; 10,000 nested tags take 3 MB."""
+    with ZipFile(file) as archive:
+        for name in archive.namelist():
+            rows = re.split(rb"</(?:\w+:)?(?:row|si)\b", archive.read(name))
+            if max(row.count(b"<") + row.count(b"=") for row in rows) > TAGS:
+                raise ValueError(f"more than {TAGS:,} tags and attributes in a row")
 
 
 def _rows_of(sheet: Any) -> Iterator[tuple]:

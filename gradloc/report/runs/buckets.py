@@ -6,7 +6,6 @@ table of the groups' reward deviations.
 """
 
 import csv
-import json
 import math
 import re
 import tempfile
@@ -16,14 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...record.files import read_bytes, read_json
 from ..errors import ReportError
 from ..logs import LoggedRun, read
 
 TERMS = ("task", "entropy", "kl")
 LOSSES = ("policy", "entropy", "kl", "total")
 ALL = "all"
-_NAME = re.compile(r"grad_norm/(bucket_\d+|all)/(.+)")
-_COSINE = re.compile(r"grad_cosine/task/(bucket_\d+)/(bucket_\d+)")
+_NAME = re.compile(r"grad_norm/(bucket_\d{1,9}|all)/(.+)")
+_COSINE = re.compile(r"grad_cosine/task/(bucket_\d{1,9})/(bucket_\d{1,9})")
 
 
 @dataclass
@@ -97,11 +97,11 @@ def read_steps(
     notes: list[str] = []
     for file in _files(path, f"{kind}_analysis", "step_*.json"):
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
+            record = read_json(file, path)
             analysis = parse(record)
             if analysis is not None:
                 analyses[int(record["global_step"])] = analysis
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             notes.append(f"{file.name} cannot be read ({error}) and was left out.")
     if not analyses:
         with suppress(ReportError):  # there may be no log
@@ -133,11 +133,11 @@ def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
             if analysis is not None:
                 analyses.setdefault(step, analysis)
     for file in _files(path, "gradient_analysis", "group_rv_table_step_*.csv"):
-        analysis = analyses.get(int(file.stem.rpartition("_")[2]))
-        if analysis is not None:
-            analysis.table = []
-            with file.open(encoding="utf-8", newline="") as lines:
-                for row in csv.DictReader(lines):
+        with suppress(OSError, ValueError, csv.Error):
+            analysis = analyses.get(int(file.stem.rpartition("_")[2]))
+            if analysis is not None:
+                analysis.table = []
+                for row in csv.DictReader(read_bytes(file, path).decode("utf-8", errors="replace").splitlines()):
                     with suppress(KeyError, TypeError, ValueError):  # a line that does not parse is left out
                         analysis.table.append((row["bucket"], float(row["reward_std"])))
     return analyses
@@ -165,7 +165,7 @@ def to_json(analysis: StepBuckets) -> dict:
 def from_json(file: Path) -> StepBuckets:
     """Reads back what :func:`to_json` gave; raises ReportError when it is something else."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = read_json(file)
         row = {
             f"grad_norm/{bucket}/{name}": v for bucket, values in data["buckets"].items() for name, v in values.items()
         }
@@ -180,7 +180,7 @@ def from_json(file: Path) -> StepBuckets:
     return analysis
 
 
-_TABLE = re.compile(r"grad_norm/(bucket_\d+)/group_rv_table")
+_TABLE = re.compile(r"grad_norm/(bucket_\d{1,9})/group_rv_table")
 
 
 def read_wandb(
@@ -233,7 +233,7 @@ def _table(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 file = run.file(reference["path"]).download(root=folder, replace=True)
-                data = json.loads(Path(file.name).read_text(encoding="utf-8"))
+                data = read_json(Path(file.name))
             bucket, deviation = (data["columns"].index(name) for name in ("bucket", "reward_std"))
             table += [(line[bucket], float(line[deviation])) for line in data["data"]]
         except Exception as error:  # without the table there are still mean and range

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -405,7 +406,7 @@ def _deciding_of(metrics: Metrics) -> str:
 
 ON = "+gradloc=observe"
 """Switches GradLoc on in verl."""
-_CHECKPOINT = re.compile(r"(?:global_step_|checkpoint-)(\d+)")
+_CHECKPOINT = re.compile(r"(?:global_step_|checkpoint-)(\d{1,15})")
 _SLACK = 120.0
 """Seconds that a checkpoint may be newer than the log's last line."""
 
@@ -454,13 +455,14 @@ def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
     ends = [log.stat().st_mtime for log in logs if log.is_file()]
     seen = set()
     for folder in _folders(run, run.folder):
-        for path in folder.glob("*") if folder.is_dir() else ():
-            named = _CHECKPOINT.fullmatch(path.name)
-            if named is None or path.resolve() in seen or not path.is_dir() or not any(path.iterdir()):
-                continue
-            seen.add(path.resolve())
-            if not ends or path.stat().st_mtime <= max(ends) + _SLACK:
-                yield int(named[1]), path
+        with suppress(OSError):  # a name that is too long, somebody else's folder
+            for path in folder.glob("*") if folder.is_dir() else ():
+                named = _CHECKPOINT.fullmatch(path.name)
+                if named is None or path.resolve() in seen or not path.is_dir() or not any(path.iterdir()):
+                    continue
+                seen.add(path.resolve())
+                if not ends or path.stat().st_mtime <= max(ends) + _SLACK:
+                    yield int(named[1]), path
 
 
 def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:

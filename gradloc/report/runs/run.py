@@ -15,6 +15,7 @@ from ...explain.text import first_of, plural, spoken
 from ...health import Reason
 from ...health.rules import ADVICE
 from ...record import Event
+from ...record.files import is_inside
 from .. import logs
 from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
@@ -215,12 +216,13 @@ def _one_event(folder: Path, metrics_path: Path | None, metric: str | None) -> R
 def _events_file(path: Path) -> Path | None:
     """Find the nearest events.jsonl; where it is lost, its place next to a folder of events."""
     files = [file for file in files_of(path, DEPTH) if file.name == "events.jsonl"]
-    nearest = [file for file in files if len(file.parts) == min(len(other.parts) for other in files)]
+    least = min((len(file.parts) for file in files), default=0)
+    nearest = [file for file in files if len(file.parts) == least]
     if len(nearest) > 1:
         names = ", ".join(str(file.parent) for file in nearest[:4])
         raise ReportError(f"several runs are under this folder: name one of {names}.")
     for folder in () if nearest else (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))):
-        if any(any((folder / "events").glob(f"[!.]*/{name}.json")) for name in RECORDS):
+        if is_inside(folder, path) and any(any((folder / "events").glob(f"[!.]*/{name}.json")) for name in RECORDS):
             return folder / "events.jsonl"
     return nearest[0] if nearest else None
 
@@ -234,7 +236,7 @@ def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None
             raise
     if not run.runs and run.events_root == run.path:
         # the events' folder was named: the metrics are usually one folder up
-        siblings = [entry for entry in sorted(run.path.resolve().parent.iterdir()) if entry.is_file()]
+        siblings = [*files_of(run.path.resolve().parent, 0)]
         with suppress(ReportError):
             _add_runs(run, [entry for entry in siblings if entry.suffix in (".jsonl", ".csv", ".log")], metric)
     run.runs.sort(key=lambda logged: len(logged.metrics.steps), reverse=True)
