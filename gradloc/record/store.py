@@ -66,8 +66,9 @@ class EventStore:
             name = f"{base}-{number}"
         try:
             yield name
-        finally:  # a full disk, Ctrl-C
-            shutil.rmtree(self._partial(name), ignore_errors=True)
+        finally:  # a full disk, Ctrl-C; once the folder has its name, a partial one is another process'
+            if not self._partial(name).with_name(name).exists():
+                shutil.rmtree(self._partial(name), ignore_errors=True)
 
     def _partial(self, name: str) -> Path:
         return self.root / "events" / f".{name}.partial"

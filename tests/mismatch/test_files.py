@@ -228,3 +228,12 @@ def test_a_field_of_a_table_may_be_long(tmp_path):
     ]
     (tmp_path / "a.csv").write_text("\n".join(["at,rollout_logprobs,trainer_logprobs,text", *rows * 16]) + "\n")
     assert len(read(tmp_path / "a.csv")["a"]) == 16 * 40
+
+
+def test_a_parquet_of_more_values_than_bytes_is_refused(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    same = pa.array([-0.5] * 500_000)
+    pq.write_table(pa.table({"rollout_log_probs": same, "old_log_probs": same}), tmp_path / "a.parquet")
+    with pytest.raises(MismatchError, match="500,000 rows"):
+        read(tmp_path / "a.parquet")

@@ -80,6 +80,17 @@ def test_a_folder_holds_what_replays_its_event(tmp_path):
     assert (folder / "meta.json").read_text() == '{"n": "NaN"}\n' and (folder / "p.png").read_bytes() == b"1"
 
 
+def test_what_another_process_makes_of_a_name_that_was_just_written_stays(tmp_path):
+    store = EventStore(str(tmp_path))
+    with store.new_event(7, 0, 1) as name:
+        store.write_folder(name, {}, {"meta": {}})
+        (other := tmp_path / "events" / f".{name}.partial").mkdir()
+    assert other.exists()
+    with store.new_event(8, 0, 1) as name:  # a full disk: nothing was written
+        pass
+    assert not (tmp_path / "events" / f".{name}.partial").exists()
+
+
 WRITE = """
 import sys
 from gradloc.record import Event, Step

@@ -127,6 +127,14 @@ def test_what_was_not_foreseen_is_no_other_culprits(bundle, models, replay):
     _is_refused(replay(bundle, models / "model", patches=broken), "cannot be replayed on")
 
 
+def test_an_answer_that_cannot_be_written_is_no_other_culprits(bundle, models, replay, tmp_path):
+    (tmp_path / "kept").write_text("mine")
+    (tmp_path / "link.json").symlink_to(tmp_path / "kept")
+    done = replay(bundle, models / "model", "--json", str(tmp_path / "link.json"))
+    assert done["code"] == 2 and "is a link" in done["err"] and done["err"].count("\n") == 1
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
 def test_folders_and_files_that_are_no_bundle(bundle, models, replay, tmp_path):
     _is_refused(replay(tmp_path / "nowhere", models / "model"), "it has no meta.json.")
     whole = (bundle / "batch.safetensors").read_bytes()

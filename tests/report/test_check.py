@@ -9,6 +9,7 @@ import yaml
 
 from gradloc.core.forecast import MODELS
 from gradloc.report.cli import main
+from gradloc.report.shell import overrides_in
 from gradloc.search.limit import Limit
 from tests.adapters.test_requirements import refusals
 
@@ -122,6 +123,8 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
         (["nowhere.yaml"], "nowhere.yaml does not exist: name the run's config"),
         (["OTHER"], "other.yaml has no setting of TRL's or verl's: name the run's config"),
         (["LIST"], "is no YAML or JSON of settings by name"),
+        (["ANCHORS"], "is no YAML or JSON of settings by name"),
+        (["LARGE"], "is no run's config: it is larger than 0.2 MB"),
         (["TRL", "--gpus", "0"], "must be positive numbers"),
         (["TRL", "torch_compile"], "an override must be KEY=VALUE, found torch_compile"),
         (["TRL", "gradloc={"], "is no YAML"),
@@ -132,8 +135,19 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
 def test_what_is_no_config_is_refused_with_a_sentence(trl, tmp_path, refused, words, said):
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "other.yaml").write_text("step: 1\nloss: 2\n")
-    given = {name: str(tmp_path / f"{name.lower()}.yaml") for name in ("LIST", "OTHER")} | {"TRL": str(trl())}
+    anchors = "".join(f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]\n" for at in range(1, 10))
+    (tmp_path / "anchors.yaml").write_text(f"a0: &a0 [x]\n{anchors}actor_rollout_ref: *a9\n")
+    (tmp_path / "large.yaml").write_text("a: 1\n" * 50_000)
+    given = {name: str(tmp_path / f"{name.lower()}.yaml") for name in ("LIST", "OTHER", "ANCHORS", "LARGE")} | {
+        "TRL": str(trl())
+    }
     assert said in refused("check", *(given.get(word, word) for word in words))
+
+
+def test_a_variable_of_a_script_that_doubles_the_one_before_stays_small(tmp_path):
+    text = "A=xx\n" + "A=$A$A\n" * 60 + "python -m verl.trainer.main_ppo trainer.name=$A$A trainer.nnodes=2\n"
+    (named, nodes) = overrides_in(text)
+    assert len(named) <= 10_000 and nodes == "trainer.nnodes=2"
 
 
 @pytest.mark.full
