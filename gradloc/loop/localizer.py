@@ -122,12 +122,16 @@ class Localizer:
         self._peak = StepPeak()
         self.updates = Updates()
         """The movement of the weights in the optimizer's steps."""
-        self._keeper = ReferenceKeeper()
+        self.forget_reference()
         self._policy: Policy | None = None
         self._space: GradientSpace
         self._step: TrainingStep
         self._num_updates = self.num_failures = 0
         self._start_anew()
+
+    def forget_reference(self) -> None:
+        """Keep another micro-batch as soon as one can be: the last cannot be run again."""
+        self._keeper = ReferenceKeeper()
 
     def _start_anew(self) -> None:
         """Reset what is recorded for each update."""

@@ -91,11 +91,13 @@ def localize(
     held = prober.step
     prober.num_forwards, prober.num_backwards = held.spent
     try:
-        if outside := held.unsearched_norm:
-            spike = replace(spike, grad_norm=math.sqrt(max(spike.grad_norm**2 - outside**2, 0.0)))
+        searched = saved
+        if outside := set(held.unsearched):
+            searched = [None if name in outside else grad for name, grad in zip(space.names, saved, strict=True)]
+            spike = replace(spike, grad_norm=space.norm(searched) / clip_scale)
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
-        task = Task(prober, saved, clip_scale, spike, tau, max_culprits, limit, increments)
+        task = Task(prober, searched, clip_scale, spike, tau, max_culprits, limit, increments)
         result = _find(task, strategy, typical or {}, reruns, find_link)
         _complete(task, result, strategy, max_cures, groups)
     finally:

@@ -88,7 +88,8 @@ class AnewStep(LoopStep):
         self.micro_batches = [*batches]
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
-        return self.tap.graph(self.micro_batches[micro_batch].forwarded, is_cut=False)
+        batch = self.micro_batches[micro_batch]
+        return self.tap.graph(batch.forwarded, is_cut=all(asked.is_unknown for asked in batch.asked))
 
 
 _UNKNOWN = HeadPull(None, None)

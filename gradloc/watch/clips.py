@@ -22,6 +22,8 @@ from ..core.gradients import GradientSpace, squared_norms
 from ..core.sharding import local_shard
 
 _CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
+_EVEN = 0.01  # relative: factors on two parameters' gradients that are one factor
+_SUDDEN = 4.0  # times less than usual: as much as the smallest spike
 
 
 @dataclass
@@ -69,6 +71,11 @@ class ClipTap:
         self._known_limit: float | None = None
         """The limit of a clip by the loop's own code, once one was noticed."""
         self._raw: torch.Tensor | None = None
+        self.usual_ratio: float | None = None
+        """What a loop's own code usually leaves of the norm after the backward; None before the first such step."""
+        self.replaced: torch.Tensor | None = None
+        """Squared norms of the parameters' gradients after the backward, float64 (num_params,), where the loop's own
+        code shrank the step's as no clip by norm does, and far more than usual; else None."""
         _install()
         _taps.add(self)
 
@@ -78,8 +85,7 @@ class ClipTap:
     def after_backward(self, space: GradientSpace) -> None:
         """Note the norm that a clip would begin with, where the loop's clips cannot be seen."""
         if not self._sees_all:
-            there = [local_shard(grad) for grad in space.counted(space.current()) if grad is not None]
-            self._raw = squared_norms(there).sum() if there else None
+            self._raw = _squares(space)
 
     def take_engine(self, limit: float) -> None:
         """Take the step for one that its engine clips to this limit, behind our look."""
@@ -92,7 +98,7 @@ class ClipTap:
             space: the trained parameters.
             given: the norm where no clip was seen, if it is known.
         """
-        self.calls, self.pending, raw, self._raw = self.pending, [], self._raw, None
+        self.calls, self.pending, raw, self._raw, self.replaced = self.pending, [], self._raw, None, None
         if given is not None and not self.calls:
             return given
         covered = {id(param) for call in self.calls for param in call.params}
@@ -124,26 +130,30 @@ class ClipTap:
         return None if self._own_limit is None else min(1.0, self._own_limit / (norm + 1e-6))
 
     def _norm_without_clips(self, space: GradientSpace, raw: torch.Tensor) -> float:
-        """Return the norm, and notice a loop that clips by code of its own: that leaves norms at its limit, which those
-        after the backward are not."""
+        """Return the norm, and notice a loop that clips by code of its own. A clip by norm leaves norms at its limit,
+        which those after the backward are not. Another, such as an adaptive one, leaves far less than usual."""
 
         def local() -> torch.Tensor:
-            grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
-            there = [grad for grad in grads if grad is not None]
-            now = squared_norms(there).sum() if there else raw.new_zeros(())
-            return torch.stack([now.to(raw.device), raw])
+            now = _squares(space)
+            return torch.stack([torch.zeros_like(raw) if now is None else now.to(raw.device), raw])
 
-        now, after_backward = (value**0.5 for value in space.reduce(local).tolist())
+        squares = space.reduce(local)
+        now, after_backward = (math.sqrt(float(part.sum())) for part in squares)
         (last_now, last_ratio), ratio = self._last, now / after_backward if after_backward > 0 else 1.0
-        self._last = now, ratio
-        if not ratio < 1 - _CLIPPED or not math.isfinite(now):
-            return now
-        is_near = [abs(now - other) <= _CLIPPED * now for other in (last_now, self._known_limit or 0.0)]
-        was_whole = abs(last_ratio - 1) <= _CLIPPED
-        is_steady = is_near[0] and abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
-        if was_whole or is_steady or is_near[1]:
-            self._own_limit = self._known_limit = self.limit = now
-            return after_backward
+        self._last, usual = (now, ratio), self.usual_ratio or ratio
+        shrunk = (squares[0] / squares[1])[squares[1] > 0].sqrt()
+        is_even = bool(shrunk.numel()) and float(shrunk.max()) <= (1 + _EVEN) * float(shrunk.min())
+        if ratio < 1 - _CLIPPED and math.isfinite(now) and is_even:
+            is_near = [abs(now - other) <= _CLIPPED * now for other in (last_now, self._known_limit or 0.0)]
+            was_whole = abs(last_ratio - 1) <= _CLIPPED
+            is_steady = is_near[0] and abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
+            if was_whole or is_steady or is_near[1]:
+                self._own_limit = self._known_limit = self.limit = now
+                return after_backward
+        elif ratio < usual / _SUDDEN and math.isfinite(after_backward):
+            self.replaced = squares[1]
+            return after_backward * usual
+        self.usual_ratio = math.sqrt(usual * ratio) if 0 < ratio < math.inf else self.usual_ratio
         return now
 
     def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -157,6 +167,12 @@ class ClipTap:
                 squares.append(norm.double() ** 2)
             seen |= {id(param) for param in call.params}
         return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().float()
+
+
+def _squares(space: GradientSpace) -> torch.Tensor | None:
+    """Return the squared norm of each parameter's gradient on this process, float64 (num_params,); None without any."""
+    grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
+    return squared_norms(grads) if any(grad is not None for grad in grads) else None
 
 
 _taps: "weakref.WeakSet[ClipTap]" = weakref.WeakSet()

@@ -124,7 +124,7 @@ class Forwarded:
         self.is_head_inlined = False
         """Whether the head's weight was used without a call of the head, as fused losses do."""
         self.model_auxiliary: torch.Tensor | None = None
-        """dL / d (the model's own auxiliary loss), a scalar."""
+        """dL / d (the model's own auxiliary loss), a scalar, or (K,) of K scalars among its outputs."""
         self.declared_auxiliary: torch.Tensor | None = None
         """dL / d (the loss that the loop says passes through no hidden state), a scalar; it may hold the model's."""
         self.coefficient: torch.Tensor | None = None
@@ -197,9 +197,14 @@ def detached(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Graph:
-    """The outputs of a forward that was run again with a graph."""
+    """The outputs of a forward that was run again with a graph.
 
-    def __init__(self) -> None:
+    Args:
+        is_cut_behind_heads: whether no gradient flows into the heads' outputs from what the model makes of them.
+    """
+
+    def __init__(self, is_cut_behind_heads: bool = True) -> None:
+        self.is_cut_behind_heads = is_cut_behind_heads
         self.hidden: torch.Tensor | None = None
         self.cut: torch.Tensor | None = None
         """The hidden state as the rest of the forward gets it."""

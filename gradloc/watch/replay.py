@@ -24,6 +24,7 @@ SAME = {torch.float32: 3e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
 _ROUNDING = 1e-3  # relative: a factor that is measured is off by less
 _MAX_NAMES = 3  # parameters named in the sentence
 _MAX_FAULTY = 8  # parameters of a fault
+_REWRITTEN = "the loop's own code changed the gradient by another factor in each parameter, which cannot be done again"
 _NOTABLE = 0.01  # of the squared difference: parameters with less are not named
 
 
@@ -48,13 +49,18 @@ def hold_against(
     factors = _clip_factors(space, clips, tap.own_factor(norm))
     again, dots = space.squares(), space.dots(space.current(), before)
     given = space.squares(before)
+    if tap.replaced is not None:  # only its norms are known of the gradient before the loop changed it
+        given, dots, factors = tap.replaced, (tap.replaced * again).sqrt(), torch.ones_like(factors)
     outside = _outside(step, space, again, given)
     step.unsearched_norm = math.sqrt(float((given[outside] / factors[outside] ** 2).sum()))
     again[outside] = dots[outside] = given[outside] = 0.0
     is_by_value = any(call.is_by_value for call in clips)
     ratios = (dots / again / factors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     step.backward_factor = _exact(_weighted_median(ratios, again) or 1.0)
-    if is_by_value:
+    if tap.replaced is not None:
+        off = (given.sqrt() - step.backward_factor * again.sqrt()) ** 2
+        step.obstacle = _REWRITTEN
+    elif is_by_value:
         step.backward_factor = _exact(_factor_of_small(space, before, clips, factors))
         off = _after_clips(space, before, tap, step.backward_factor)
     else:
@@ -66,7 +72,16 @@ def hold_against(
     if not apart <= SAME.get(step.numerics.dtype, SAME[torch.float32]):
         is_spike = not step.apart <= threshold
         _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike)
+    if tap.replaced is not None:
+        scale = tap.usual_ratio or 1.0
+        step.backward_factor, step.apart = step.backward_factor * scale, step.apart * scale
+        step.unsearched_norm *= scale
     space.scale(step.backward_factor)
+
+
+def versions(params: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return numbers that differ once a parameter was written to, or has other memory."""
+    return [(param._version, param.data_ptr()) for param in params]
 
 
 def _clip_factors(space: GradientSpace, clips: Sequence[Clip], own: float | None) -> torch.Tensor:
@@ -195,6 +210,9 @@ def _object(
     if step.ranks.max([float(any(each.forwarded.is_passed_by for each in step.micro_batches))])[0]:
         at = "undecided"
         why = "the loss also uses another output of the model: name a state that both come from, as hidden=..."
+    elif step.ranks.max([float(step.weights_at not in (None, versions(space.params)))])[0]:
+        at = "undecided"
+        why = "the loop moved weights between backward and step, as sharpness-aware training does"
     elif len(order) > len(space.params) / 2:
         at = "undecided"
         why = "its forward gives something else when run again, or a part of the loss passes through no hidden state"

@@ -128,6 +128,8 @@ class TapStep(LoopStep):
         self.ranks, self.form = ranks, FORMS[1]
         self.first_row = 0
         """Number of this rank's first row among all ranks'; set once that is known."""
+        self.weights_at: list[tuple[int, int]] | None = None
+        """Which weights the last backward was made at, see :func:`.replay.versions`; None where that is not known."""
         self.residual = 0.0
         """Norm of the part of dL/dh that has not the form of :mod:`.head`, over the norm of all."""
         self.has_rest = False

@@ -16,7 +16,6 @@ that is called last, and h its input, if all of the output's gradient passes the
 Shapes: B rows, T positions, H hidden size, V a head's outputs.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from ..core.forward_state import MovingState, generators_in
 from ..core.gradients import GradientSpace, host_copy
@@ -45,7 +43,10 @@ from .forwarded import (
     returned_log_probs,
 )
 from .head import typical_size
-from .models import find_body_and_head, innermost, trained_parts
+from .hooks import Hook, call_hook
+from .methods import make_hookable
+from .models import find_body_and_head, innermost, is_compiled, trained_parts
+from .outputs import has_rows_mixed, hook_parts, may_be_joined, tensors_in, wide, with_aliases
 from .paths import (
     has_channels_first,
     hidden_in,
@@ -102,6 +103,8 @@ class ModelTap:
         """Called at the end of each backward that came to a hidden state."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
         """Called once, after a hook failed and the tap has given up."""
+        self.on_other_state: Callable[[], None] = lambda: None
+        """Called where another tensor is h from now on, so that earlier forwards cannot be run again."""
         self.has_failed = False
         self.num_seen = 0
         """Training forwards so far."""
@@ -129,7 +132,17 @@ class ModelTap:
         """Whether h is a picture or a video, (B, C, ..., W), of which a row is one position."""
         self._side_outputs: list[int] | None = None
         """Which tensors of the model's output do not come from h alone; None before the first forward."""
+        self._scalars: list[int] = []
+        """Those of them that are scalars, such as a router's balancing loss."""
+        self._used: set[int] = set()
+        """Which tensors of the output the loss uses, where it has such that are no scalars."""
+        self._uses_sides = False
+        """Whether the loss used one of these since h was chosen."""
+        self._joined: list[int] = []
+        """The outputs that are h together; empty where h is one tensor."""
         self._linear_calls: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = []
+        self._uncalled: list[torch.nn.Linear] = []
+        """Linear layers that an unknown model's first forward did not call, where its output is h."""
         self._part_calls: list[tuple[torch.nn.Module, torch.Tensor]] | None = None
         self._part_handles: list[Any] = []
         self._present: Forwarded | None = None
@@ -146,8 +159,8 @@ class ModelTap:
         self._handles: list[Any] = []
         self._attached: list[torch.nn.Module] = []
         if self.body is not None:
-            self._add_handle(self.body.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
-            self._add_handle(self.body.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True))
+            self._add_handle(self.body.register_forward_pre_hook(Hook(self, "_begin"), with_kwargs=True))
+            self._add_handle(self.body.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True))
         inside = set() if self.body is None else set(self.body.modules())
         candidates: list[torch.nn.Module] = [
             part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside
@@ -155,8 +168,8 @@ class ModelTap:
         if head is not None:
             candidates = [part for part in candidates if part not in set(head.modules())] + [head]
         for part in candidates:
-            self._add_handle(part.register_forward_pre_hook(_Hook(self, "_before_head")))
-            self._add_handle(part.register_forward_hook(_Hook(self, "_after_head")))
+            self._add_handle(part.register_forward_pre_hook(Hook(self, "_before_head")))
+            self._add_handle(part.register_forward_hook(Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
         for part in trained_parts(inner) if hidden is None else ():
             self._listen(part)  # which a method of the user's own may call, such as a training_step
@@ -175,9 +188,15 @@ class ModelTap:
 
     def _listen(self, outer: torch.nn.Module) -> None:
         self._attached.append(outer)
-        self._add_handle(outer.register_forward_pre_hook(_Hook(self, "_begin"), with_kwargs=True))
-        after = _Hook(self, "_after_model")
+        self._add_handle(outer.register_forward_pre_hook(Hook(self, "_begin"), with_kwargs=True))
+        after = Hook(self, "_after_model")
         self._add_handle(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def listen_to_methods(self) -> None:
+        """Keep the calls of the model's own methods, too, since no forward of it was seen."""
+        for method in [] if is_compiled(self.outer) else make_hookable(innermost(self.outer)):
+            self._add_handle(method)
+            self._listen(method)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -203,13 +222,15 @@ class ModelTap:
         return done
 
     def _add_inlined_head(self, forwarded: Forwarded) -> None:
-        """Add a call of the model's own head on all of h, where none was called and its weight has a gradient."""
-        weight = getattr(self._declared_head, "weight", None)
-        if weight is None or weight.dim() != 2 or not weight.requires_grad:
-            return
+        """Add a call of the model's own head on all of h, where none was called and its weight has a gradient. In an
+        unknown model that is the one linear layer without a call."""
         if forwarded.has_log_probs or forwarded.head_calls or forwarded.shape is None:
             return
-        if weight.shape[1] != forwarded.shape[-1]:
+        used = [head for head in self._uncalled if head.weight.grad is not None]
+        if self._declared_head is None and len(used) == 1:
+            self._declared_head = used[0]
+        weight = getattr(self._declared_head, "weight", None)
+        if weight is None or weight.dim() != 2 or not weight.requires_grad or weight.shape[1] != forwarded.shape[-1]:
             return
         forwarded.is_head_inlined = True
         forwarded.head_calls.append(HeadCall(self._declared_head, Place.whole(forwarded.shape)))
@@ -238,7 +259,7 @@ class ModelTap:
             forwarded: the forward to run.
             is_cut: if False, nothing is cut: a gradient of the heads' outputs flows into h.
         """
-        self._graph, self._is_cut = Graph(), is_cut
+        self._graph, self._is_cut = Graph(is_cut_behind_heads=not forwarded.has_log_probs), is_cut
         found = self._graph
         try:
             given = found.given = forwarded.run()
@@ -268,6 +289,8 @@ class ModelTap:
         if self._present is not None:
             self._present.dtype = autocast_now(self.device)[1] or self._present.dtype  # a wrapper may switch it on
             return
+        if self._uses_sides and not self.forwards and not isinstance(self.outer, FSDP1 | FSDPModule):
+            self._join(module)
         self.num_seen += 1
         self.on_begin()
         self._present, self._hidden = Forwarded(module, args, kwargs, self), None
@@ -275,8 +298,10 @@ class ModelTap:
 
     def _after_body(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         hidden = hidden_in(output)
-        if hidden is None or _is_in_backward():
+        if hidden is None or _is_in_backward() or module is not self.body:
             return None
+        if self._joined:
+            return self._after_joined(output)
         if self.is_again and not self.is_at_head:
             return replace_hidden(output, hidden, self._pass_hidden(hidden))
         if self._present is not None:
@@ -321,7 +346,7 @@ class ModelTap:
             if self._graph is not None and module in self.heads and self._graph.hidden is not None:
                 if self._graph.cut is not None and _is_view(args[0], self._graph.cut):
                     self._graph.heads.append(output)
-                    return self._without_gradient(output)
+                    return _Cut.apply(output) if self._graph.is_cut_behind_heads else output
             return None
         if self._present is not None and self._is_searching:
             self._linear_calls.append((module, args[0], output))
@@ -355,18 +380,20 @@ class ModelTap:
             call.output, self._kept = output.detach(), self._kept + size
         if output.requires_grad and self._kept + size <= self.keep_bytes:
             self._kept += size
-            self._hook_handles.append(output.register_hook(_Hook(self, "_keep_head_grad", call)))
+            self._hook_handles.append(output.register_hook(Hook(self, "_keep_head_grad", call)))
 
-    def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_model(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         present = self._present
         if self._graph is not None and (module is not self.body or module in self._attached):
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            auxiliary = auxiliary_loss(output)
+            leaves, auxiliary = tensors_in(output), auxiliary_loss(output)
+            if self._scalars and auxiliary is None and len(leaves) > self._scalars[-1]:
+                auxiliary = torch.stack([leaves[place] for place in self._scalars])
             self._graph.auxiliary = auxiliary if auxiliary is not None else self._graph.auxiliary
-            self._graph.anchors = leaves if isinstance(self.outer, FSDP1 | FSDPModule) else []
-            return
+            is_sharded = isinstance(self.outer, FSDP1 | FSDPModule)
+            self._graph.anchors = [leaf for leaf in leaves if leaf.requires_grad] if is_sharded else []
+            return None
         if present is None or self.is_again or present.module is not module:
-            return
+            return None
         if self._is_searching:
             self._settle_heads(module, output)
         auxiliary, returned = auxiliary_loss(output), returned_log_probs(output)
@@ -375,24 +402,79 @@ class ModelTap:
         if returned is not None:
             present.recorded = Recorded(present.rng)
             present.recorded.hook(returned)
-            returned.log_prob.register_hook(_Hook(self, "_note_backward", present))
-        if self._hidden is not None and present.shape is not None and returned is None:
-            self._hook_side_outputs(present, self._hidden, output)
+            returned.log_prob.register_hook(Hook(self, "_note_backward", present))
+        if present.shape is not None and returned is None:
+            output = self._hook_side_outputs(present, output)
         self._close()
         if self.body is module and returned is None:
             self._wait_for_heads()
         self._present = self._hidden = None
+        return output
 
     # ---- inside
 
-    def _hook_side_outputs(self, present: Forwarded, hidden: torch.Tensor, output: Any) -> None:
-        """Notice where a gradient comes to an output that does not come from h alone."""
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if self._side_outputs is None:
-            self._side_outputs = side_outputs(leaves[:_MOST_OUTPUTS], hidden, self.heads)
-        for place in self._side_outputs:
-            if place < len(leaves) and leaves[place].requires_grad:
-                leaves[place].register_hook(partial(_note_side_output, present))
+    def _hook_side_outputs(self, present: Forwarded, output: Any) -> Any:
+        """Return the output with aliases of what does not come from h alone, hooked: a scalar's gradient is kept, and
+        which other tensors get one is noted."""
+        leaves = tensors_in(output)
+        if self._side_outputs is None and self._hidden is not None:
+            heads = [*self.heads, *self._uncalled, *([] if self._declared_head is None else [self._declared_head])]
+            self._side_outputs = side_outputs(leaves[:_MOST_OUTPUTS], self._hidden, heads)
+            is_seen = auxiliary_loss(output) is not None
+            self._scalars = [place for place in self._side_outputs if not (leaves[place].dim() or is_seen)]
+        sides = [place for place in self._side_outputs or () if place < len(leaves) and place not in self._joined]
+        trained = [place for place, leaf in enumerate(leaves[:_MOST_OUTPUTS]) if leaf.requires_grad]
+        places = [place for place in trained if leaves[place].dim() and place not in self._joined]
+        places = places if any(leaves[place].dim() for place in sides) else []
+        places += [place for place in trained if place in self._scalars]
+        if not places:
+            return output
+        output, views = with_aliases(output, places)
+        for place, view in zip(places, views, strict=True):
+            if place in self._scalars:
+                view.register_hook(partial(self._keep_scalar, present, self._scalars.index(place)))
+            else:
+                view.register_hook(partial(self._note_used, present, place, place in sides))
+        return output
+
+    def _note_used(self, present: Forwarded, place: int, is_side: bool, grad: torch.Tensor) -> None:
+        self._used.add(place)
+        if is_side:
+            present.is_passed_by = self._uses_sides = True
+
+    def _keep_scalar(self, present: Forwarded, index: int, grad: torch.Tensor) -> None:
+        coefficients = grad.new_zeros(len(self._scalars))
+        coefficients[index] = grad
+        present.add("model_auxiliary", coefficients)
+
+    def _join(self, module: torch.nn.Module) -> None:
+        """Take the model's outputs that the loss uses for h from the next forward on, since it uses several."""
+        self.heads, self._declared_head, self.is_at_head = [], None, False
+        self._joined, self._is_by_row, self._uses_sides = sorted(self._used | set(self._joined)), False, False
+        self.on_other_state()
+        if self.body is not module:
+            self.body = module
+            self._add_handle(module.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True, prepend=True))
+
+    def _after_joined(self, output: Any) -> Any:
+        """Hook the outputs that are h together, or run a replayed forward's backward from them."""
+        leaves, present = tensors_in(output), self._present
+        parts = [leaves[place] for place in self._joined if place < len(leaves)]
+        if self.is_again:
+            self._pass_hidden(torch.cat(wide(parts), -1))
+        elif present is not None and present.shape is None and self.stage is None and may_be_joined(parts):
+            places = [place for place in self._joined if place < len(leaves) and leaves[place].requires_grad]
+            if len(places) == len(self._joined):
+                output, views = with_aliases(output, places)
+                present.shape = hook_parts(views, partial(self._keep_part, present))
+                return output
+        return None
+
+    def _keep_part(self, present: Forwarded, first: int, grad: torch.Tensor) -> None:
+        if not self.is_again and present.shape is not None:
+            whole = grad.new_zeros(present.shape)
+            whole[..., first : first + grad.shape[-1]] = grad
+            call_hook(Hook(self, "_keep_hidden_grad", present), whole)
 
     def _wait_for_heads(self) -> None:
         """Let the loop call heads on the present forward's h, as losses in chunks do."""
@@ -414,7 +496,7 @@ class ModelTap:
             if self.stage is not None:
                 present.stage, present.factor = self.stage, self.stage.factor(present.positions).to(hidden.device)
                 self._mask_grad(hidden, present.factor)
-            self._hook_handles.append(hidden.register_hook(_Hook(self, "_keep_hidden_grad", present)))
+            self._hook_handles.append(hidden.register_hook(Hook(self, "_keep_hidden_grad", present)))
 
     def _mask_grad(self, value: torch.Tensor, factor: torch.Tensor) -> None:
         """Zero training's gradient of this tensor (..., W) where the factor, bool (...), is false."""
@@ -440,7 +522,7 @@ class ModelTap:
         if not self.is_again and not self._is_queued:
             self._is_queued = True
             queue = Variable._execution_engine.queue_callback
-            after = _Hook(self, "_after_backward")
+            after = Hook(self, "_after_backward")
             queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
 
     def _keep_hidden_grad(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
@@ -526,11 +608,16 @@ class ModelTap:
         calls, found = self._linear_calls, hidden_in(output)
         has_graph = found is not None and found.requires_grad and not isinstance(self.outer, FSDP1 | FSDPModule)
         hidden = last_hidden(found, calls) if found is not None and has_graph else None
+        if hidden is not None and found is not None and num_differentiable(output) == 1:
+            is_bare = any(_is_view(found, logits) for _, _, logits in calls)
+            hidden = None if not is_bare and has_rows_mixed(found, hidden) else hidden
         if hidden is None and found is not None and has_graph and found.dim() > 1 and num_differentiable(output) == 1:
             self.body, self.is_at_head, self._is_searching = module, False, False
             self._hidden, self._is_by_row = found, found.dim() > 3 or has_channels_first(found)
+            linear = (part for part in innermost(self.outer).modules() if isinstance(part, torch.nn.Linear))
+            self._uncalled = [part for part in linear if all(part is not called for called, *_ in calls)]
             self._hook(found)
-            after = _Hook(self, "_after_body")
+            after = Hook(self, "_after_body")
             self._add_handle(self.body.register_forward_hook(after, with_kwargs=True, prepend=True))
         elif hidden is None and found is not None and has_graph and self._part_calls is None:
             self._listen_to_parts(module)
@@ -553,7 +640,7 @@ class ModelTap:
         self._part_calls = []
         for part in outer.modules():
             if part is not outer:
-                self._part_handles.append(part.register_forward_hook(_Hook(self, "_after_part")))
+                self._part_handles.append(part.register_forward_hook(Hook(self, "_after_part")))
 
     def _after_part(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         hidden = hidden_in(output)
@@ -565,61 +652,13 @@ class ModelTap:
         self.body, self.is_at_head, self._is_searching = module, False, False
         self._declared_head = torch.nn.Linear(1, 1, bias=False, device="meta")
         self._declared_head.weight = weight
-        self._add_handle(module.register_forward_hook(_Hook(self, "_after_body"), with_kwargs=True))
+        self._add_handle(module.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True))
         self._hidden = hidden
         self._hook(hidden)
 
 
-class _Hook:
-    """Calls a tap's method outside of torch.compile's traces. A copy of the model gets :class:`_NoHook`."""
-
-    def __init__(self, tap: "ModelTap", name: str, *given: Any):
-        self.tap, self.name, self.given = tap, name, given
-
-    def __call__(self, *given: Any) -> Any:
-        if torch.compiler.is_compiling() and _is_one_graph():
-            return None
-        return _call_hook(self, *given)
-
-    def __reduce__(self) -> Any:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """Replaces a hook in a copy or a file of the model."""
-
-    def __call__(self, *given: Any) -> None:
-        return None
-
-
-@torch.compiler.assume_constant_result
-def _is_one_graph() -> bool:
-    """Return whether ``fullgraph=True`` forbids a call into Python here; asked while torch.compile traces."""
-    translator = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
-    return bool(getattr(translator.current_tx(), "one_graph", False))
-
-
-@torch.compiler.disable
-def _call_hook(hook: _Hook, *given: Any) -> Any:
-    """Call the hook. In training its errors do not reach the loop."""
-    tap = hook.tap
-    if tap.has_failed:
-        return None
-    try:
-        return getattr(tap, hook.name)(*hook.given, *given)
-    except Exception as error:
-        if tap.is_again:
-            raise
-        tap.give_up(error)
-        return None
-
-
 def _zero_outside(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.where(factor, grad, 0.0)
-
-
-def _note_side_output(present: Forwarded, grad: torch.Tensor) -> None:
-    present.is_passed_by = True
 
 
 def _is_in_backward() -> bool:

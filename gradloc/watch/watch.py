@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..analysis.config import taken_from
 from ..checks import require
@@ -47,7 +47,8 @@ from .counts import StepCounts
 from .curve import Curve
 from .models import innermost, sparse_embedding
 from .notes import Notes
-from .replay import hold_against
+from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer
+from .replay import hold_against, versions
 from .rows import view_of, view_of_summaries
 from .tap_step import TapStep
 from .taps import ModelTap
@@ -115,7 +116,7 @@ class Watch(Notes):
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
         ranks = Ranks(None if kept is None else host_group(), device=self._device_of(model))
         self._curve = Curve(os.path.join(os.path.abspath(folder), "metrics.jsonl")) if metrics else None
-        self.model, self.optimizer = model, self._plain_optimizer(optimizer)
+        self.model, self.optimizer = model, plain_optimizer(optimizer)
         self.scales_loss, self.takes_what_is_not_finite, self.is_unclipped = False, True, False
         """Facts that the localizer asks for, see :class:`~..loop.localizer.TrainerHandle`."""
         self.step: Any = None
@@ -125,6 +126,7 @@ class Watch(Notes):
         self.number = 0
         """The number of optimizer steps so far, or the trainer's own."""
         self._num_steps = self._num_looks = 0
+        self._withheld = Withheld()
         self._has_looked = False
         """Whether :meth:`look` was called for the step that is about to be taken."""
         self._next_number: int | None = None
@@ -490,7 +492,9 @@ class Watch(Notes):
         self.tap.on_begin = partial(_to, reference, "_begin_forward")
         self.tap.on_backward = partial(_to, reference, "_after_backward")
         self.tap.on_failure = partial(_to, reference, "_step_aside")
+        self.tap.on_other_state = self.localizer.forget_reference
         self._handles.append(register_optimizer_step_pre_hook(partial(_to, reference, "_before_step")))
+        self._handles.append(register_optimizer_step_post_hook(partial(_to, reference, "_after_step")))
         if self.optimizer is not None:
             self._listen_to_zero_grad()
         is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
@@ -500,7 +504,7 @@ class Watch(Notes):
     def follow(self, optimizer: Any) -> None:
         """Take this optimizer for the model's, where none was known."""
         if self.optimizer is None:
-            self.optimizer = self._plain_optimizer(optimizer)
+            self.optimizer = plain_optimizer(optimizer)
             self._listen_to_zero_grad()
 
     def _step_aside(self, error: Exception) -> None:
@@ -547,20 +551,10 @@ class Watch(Notes):
             self.tap.attach(module)
 
     def _listen_to_zero_grad(self) -> None:
-        """Drop what was recorded of a gradient when the loop drops the gradient."""
-        optimizer, reference = self.optimizer, weakref.ref(self)
-        zero_grad = optimizer.zero_grad
-
-        @wraps(zero_grad)
-        def and_forget(*args: Any, **given: Any) -> None:
-            zero_grad(*args, **given)
-            watch = reference()
-            if watch is not None and watch.step is not None and any(each.is_done for each in watch.tap.forwards):
-                watch._drop()
-
-        optimizer.zero_grad = and_forget
+        call_after_zero_grad(self.optimizer, partial(_to, weakref.ref(self), "_drop"))
 
     def _begin_forward(self) -> None:
+        self._withheld.give_back()  # where the step raised an error
         if self.step is None:
             self._begin_step()
         else:
@@ -578,6 +572,8 @@ class Watch(Notes):
         if done and not done[-1].is_deferred:
             self.localizer.after_backward()
             self.clips.after_backward(self.space)
+        if not isinstance(self.tap.outer, FSDP1 | FSDPModule):
+            self.step.weights_at = versions(self.space.params)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look into a step before the optimizer takes it; in a step with a closure, after the closure."""
@@ -587,19 +583,15 @@ class Watch(Notes):
         if torch._C._current_graph_task_id() != -1:
             self._tell_once("the optimizer steps inside of the backward, so no gradient is whole: nothing is watched")
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if callable(closure):
+        with_look = call_after_closure(args, kwargs, partial(self._look_before_step, optimizer))
+        if with_look is None:
+            self._look_before_step(optimizer)
+            if self.localizer is not None and any(spike.taken == "skip" for spike in self.localizer.outcomes):
+                self._withheld.take(optimizer)
+        return with_look
 
-            def watched() -> Any:
-                loss = closure()
-                self._look_before_step(optimizer)
-                return loss
-
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": watched}
-            return (args[0], watched, *args[2:]), kwargs
-        self._look_before_step(optimizer)
-        return None
+    def _after_step(self, *_: Any) -> None:
+        self._withheld.give_back()
 
     def _look_before_step(self, optimizer: Any) -> None:
         if self.zero is not None:
@@ -609,6 +601,9 @@ class Watch(Notes):
         if not self._has_looked:  # else the ranks would meet once more, for nothing
             self.look()
         self._has_looked = False
+        if self._num_steps == 1 and not self.tap.num_seen:
+            self.tap.listen_to_methods()
+            self.number += 1
         if self._num_steps == _EARLY and not self._num_looks:
             self._tell_once(self._why_nothing())
 
@@ -631,15 +626,6 @@ class Watch(Notes):
         ours = {id(param) for param in self.tap.outer.parameters()}
         return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
 
-    @staticmethod
-    def _plain_optimizer(optimizer: Any) -> Any:
-        if optimizer is None:
-            return None
-        found = getattr(optimizer, "optimizer", optimizer)  # in accelerate's
-        is_one = hasattr(found, "param_groups") and hasattr(found, "zero_grad")
-        require(is_one, "gradloc.Watch's optimizer", "one torch optimizer", type(optimizer).__name__)
-        return found
-
     def _settle_outer(self) -> None:
         """Check at the first look that the model is shared over processes as a search needs it."""
         if self._num_looks > 1 or self.localizer is None:
@@ -659,6 +645,9 @@ class Watch(Notes):
             self.localizer.num_failures = 3
 
     def _drop(self) -> None:
+        """Drop what was recorded of a gradient when the loop drops the gradient."""
+        if self.step is None or not any(each.is_done for each in self.tap.forwards):
+            return
         self.tap.forwards = [each for each in self.tap.forwards if not each.is_done]
         self.clips.pending.clear()
         self.localizer.begin_mini_batch(self.step)

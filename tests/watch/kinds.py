@@ -531,6 +531,90 @@ class Container(OfOwn):
         return self.model["head"](self.model["body"](ids))
 
 
+class Methods(OfOwn):
+    """A loop that calls methods of the model, and never the model: the first step shows that."""
+
+    class made(Own):  # noqa: N801
+        forward = None
+
+    def logits(self, ids):
+        return torch.cat([self.model.head(part) for part in self.model.hidden(ids).split(3, 1)], 1)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Weighted cross-entropy of a head whose gradients are made in the forward."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, weight):
+        with torch.enable_grad():
+            own = [hidden.detach().requires_grad_(), head.detach().requires_grad_()]
+            loss = weighted(own[0] @ own[1].T, labels, weight)
+            ctx.save_for_backward(*torch.autograd.grad(loss, own))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, head = ctx.saved_tensors
+        return grad * hidden, grad * head, None, None
+
+
+class FusedByHand(Methods):
+    """The loop gives the head's weight to a fused loss."""
+
+    is_exact = False
+
+    def loss(self, ids, weight):
+        hidden = self.model.hidden(ids[:, :-1])
+        return _FusedLoss.apply(hidden, self.model.head.weight, ids[:, 1:], weight)
+
+
+class TwoOutputs(OfOwn):
+    """The loss uses two outputs, and one is made of the other: both together are h from the second step on."""
+
+    class made(Own):  # noqa: N801
+        def begin(self):
+            self.mean = nn.Linear(H, H)
+
+        def forward(self, ids):
+            mean = self.mean(self.hidden(ids))
+            return self.head(torch.tanh(mean)), mean
+
+    def loss(self, ids, weight):
+        logits, mean = self.model(ids[:, :-1])
+        return weighted(logits, ids[:, 1:], weight) + (mean.square().mean(-1) * weight).mean()
+
+
+class ScalarOutput(OfOwn):
+    """A balancing loss that the model returns with its logits."""
+
+    class made(Own):  # noqa: N801
+        def begin(self):
+            self.gate = nn.Linear(H, 4)
+
+        def forward(self, ids):
+            gates = self.gate(self.embed(ids)).softmax(-1)
+            return self.head(self.hidden(ids) * gates.amax(-1, keepdim=True)), gates.mean((0, 1)).square().sum()
+
+    def loss(self, ids, weight):
+        logits, balance = self.model(ids[:, :-1])
+        return weighted(logits, ids[:, 1:], weight) + 0.1 * balance
+
+
+class Graph(OfOwn):
+    """Nodes of a graph, mixed behind the last linear layer: a row of the output is one of the labels'."""
+
+    named = (PLANT[0] * T + PLANT[1], 0)
+    rows_each = ROWS
+
+    class made(Own):  # noqa: N801
+        def forward(self, ids):
+            z = self.head(self.hidden(ids)).flatten(0, 1)
+            return (torch.eye(len(z)) + torch.eye(len(z)).roll(1, 1)) @ z / 2
+
+    def logits(self, ids):
+        return self.model(ids).unflatten(0, ids.shape)
+
+
 class Heads(OfOwn):
     """Two heads on one hidden state: the next token, and the one after (MTP). A position has both losses."""
 
