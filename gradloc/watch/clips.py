@@ -140,7 +140,7 @@ class ClipTap:
         squares = space.reduce(local)
         now, after_backward = (math.sqrt(float(part.sum())) for part in squares)
         (last_now, last_ratio), ratio = self._last, now / after_backward if after_backward > 0 else 1.0
-        self._last, usual = (now, ratio), self.usual_ratio or ratio
+        self._last, usual = (now, ratio), self.usual_ratio or min(ratio, 1.0)
         shrunk = (squares[0] / squares[1])[squares[1] > 0].sqrt()
         is_even = bool(shrunk.numel()) and float(shrunk.max()) <= (1 + _EVEN) * float(shrunk.min())
         if ratio < 1 - _CLIPPED and math.isfinite(now) and is_even:
@@ -153,7 +153,7 @@ class ClipTap:
         elif ratio < usual / _SUDDEN and math.isfinite(after_backward):
             self.replaced = squares[1]
             return after_backward * usual
-        self.usual_ratio = math.sqrt(usual * ratio) if 0 < ratio < math.inf else self.usual_ratio
+        self.usual_ratio = math.sqrt(usual * min(ratio, 1.0)) if ratio > 0 else self.usual_ratio
         return now
 
     def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:

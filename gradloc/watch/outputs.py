@@ -10,6 +10,7 @@ Shapes: B rows, T positions.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,32 +34,30 @@ def with_aliases(output: Any, places: Sequence[int]) -> tuple[Any, list[torch.Te
 
 
 def wide(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors as (B, T, ...) each, where all have the same positions, else as (B, ...)."""
+    """Return tensors as (B, T, ...) each, where all have the same positions, else as (B, ...); [] if rows differ.
+
+    A recurrent network's state (L, B, H) may be among them, but not be the first.
+    """
+    count = len(leaves[0])
+    leaves = [leaf if len(leaf) == count or leaf.dim() < 2 else leaf.transpose(0, 1) for leaf in leaves]
+    if any(len(leaf) != count for leaf in leaves):
+        return []
     has_positions = any(leaf.dim() == 3 for leaf in leaves) and all(1 < leaf.dim() <= 3 for leaf in leaves)
     num_shared = 2 if has_positions and len({leaf.shape[:2] for leaf in leaves}) == 1 else 1
     return [leaf.reshape(*leaf.shape[:num_shared], math.prod(leaf.shape[num_shared:])) for leaf in leaves]
 
 
-def may_be_joined(leaves: Sequence[torch.Tensor]) -> bool:
-    """Return whether all of these have as many rows."""
-    return len({len(leaf) if leaf.dim() else 0 for leaf in leaves}) == 1
-
-
 def hook_parts(parts: Sequence[torch.Tensor], keep: Keep) -> torch.Size:
-    """Hook the tensors' gradients, and return the shape of all of them joined."""
+    """Hook the gradients of tensors that can be joined, and return the shape of all of them."""
     shaped, first = wide([part.detach() for part in parts]), 0
     for part, like in zip(parts, shaped, strict=True):
-        part.register_hook(_Part(keep, first, like.shape))
+        part.register_hook(partial(_keep_part, keep, first, like.shape, len(part) != len(like)))
         first += like.shape[-1]
     return torch.Size([*shaped[0].shape[:-1], first])
 
 
-class _Part:
-    def __init__(self, keep: Keep, first: int, shape: torch.Size):
-        self.keep, self.first, self.shape = keep, first, shape
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.keep(self.first, grad.reshape(self.shape))
+def _keep_part(keep: Keep, first: int, shape: torch.Size, is_turned: bool, grad: torch.Tensor) -> None:
+    keep(first, (grad.transpose(0, 1) if is_turned else grad).reshape(shape))
 
 
 @torch.enable_grad()

@@ -76,9 +76,10 @@ def has_channels_first(output: torch.Tensor) -> bool:
 
 
 def hidden_in(output: Any) -> torch.Tensor | None:
+    """Return a model's last hidden state, or else the first tensor of its output that is no integer."""
     found = getattr(output, "last_hidden_state", output)
-    found = found[0] if isinstance(found, tuple | list) and found else found
-    return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
+    floating = (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    return next(floating, None)
 
 
 def num_differentiable(output: Any) -> int:

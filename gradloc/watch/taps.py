@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.forward_state import MovingState, generators_in
 from ..core.gradients import GradientSpace, host_copy
+from ..core.sharding import is_compiled
 from ..core.step import Recorded
 from .forwarded import (
     Forwarded,
@@ -45,8 +46,8 @@ from .forwarded import (
 from .head import typical_size
 from .hooks import Hook, call_hook
 from .methods import make_hookable
-from .models import find_body_and_head, innermost, is_compiled, trained_parts
-from .outputs import has_rows_mixed, hook_parts, may_be_joined, tensors_in, wide, with_aliases
+from .models import find_body_and_head, innermost, trained_parts
+from .outputs import has_rows_mixed, hook_parts, tensors_in, wide, with_aliases
 from .paths import (
     has_channels_first,
     hidden_in,
@@ -134,8 +135,8 @@ class ModelTap:
         """Which tensors of the model's output do not come from h alone; None before the first forward."""
         self._scalars: list[int] = []
         """Those of them that are scalars, such as a router's balancing loss."""
-        self._used: set[int] = set()
-        """Which tensors of the output the loss uses, where it has such that are no scalars."""
+        self._used: dict[int, torch.Tensor] = {}
+        """The output's tensors that the loss uses, without values, where some of these passes by h and is no scalar."""
         self._uses_sides = False
         """Whether the loss used one of these since h was chosen."""
         self._joined: list[int] = []
@@ -171,7 +172,9 @@ class ModelTap:
             self._add_handle(part.register_forward_pre_hook(Hook(self, "_before_head")))
             self._add_handle(part.register_forward_hook(Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
-        for part in trained_parts(inner) if hidden is None else ():
+        if hidden is None and type(inner).forward is torch.nn.Module.forward:
+            self.listen_to_methods()
+        for part in trained_parts(inner) if hidden is None and len(self._attached) == 1 else ():
             self._listen(part)  # which a method of the user's own may call, such as a training_step
 
     def head_names(self, space: GradientSpace) -> frozenset[str]:
@@ -193,7 +196,7 @@ class ModelTap:
         self._add_handle(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def listen_to_methods(self) -> None:
-        """Keep the calls of the model's own methods, too, since no forward of it was seen."""
+        """Keep the calls of the model's own methods, too, where it has no forward or none was seen."""
         for method in [] if is_compiled(self.outer) else make_hookable(innermost(self.outer)):
             self._add_handle(method)
             self._listen(method)
@@ -298,10 +301,12 @@ class ModelTap:
 
     def _after_body(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         hidden = hidden_in(output)
-        if hidden is None or _is_in_backward() or module is not self.body:
+        if _is_in_backward() or module is not self.body:
             return None
         if self._joined:
             return self._after_joined(output)
+        if hidden is None:
+            return None
         if self.is_again and not self.is_at_head:
             return replace_hidden(output, hidden, self._pass_hidden(hidden))
         if self._present is not None:
@@ -403,7 +408,7 @@ class ModelTap:
             present.recorded = Recorded(present.rng)
             present.recorded.hook(returned)
             returned.log_prob.register_hook(Hook(self, "_note_backward", present))
-        if present.shape is not None and returned is None:
+        if returned is None and (present.shape is not None or self._side_outputs):
             output = self._hook_side_outputs(present, output)
         self._close()
         if self.body is module and returned is None:
@@ -438,7 +443,7 @@ class ModelTap:
         return output
 
     def _note_used(self, present: Forwarded, place: int, is_side: bool, grad: torch.Tensor) -> None:
-        self._used.add(place)
+        self._used[place] = grad.to("meta")
         if is_side:
             present.is_passed_by = self._uses_sides = True
 
@@ -449,8 +454,11 @@ class ModelTap:
 
     def _join(self, module: torch.nn.Module) -> None:
         """Take the model's outputs that the loss uses for h from the next forward on, since it uses several."""
+        self._uses_sides, used = False, sorted(self._used)
+        if not wide([self._used[place] for place in used]):
+            return
         self.heads, self._declared_head, self.is_at_head = [], None, False
-        self._joined, self._is_by_row, self._uses_sides = sorted(self._used | set(self._joined)), False, False
+        self._joined, self._is_by_row, self._is_searching = used, False, False
         self.on_other_state()
         if self.body is not module:
             self.body = module
@@ -462,9 +470,9 @@ class ModelTap:
         parts = [leaves[place] for place in self._joined if place < len(leaves)]
         if self.is_again:
             self._pass_hidden(torch.cat(wide(parts), -1))
-        elif present is not None and present.shape is None and self.stage is None and may_be_joined(parts):
+        elif present is not None and present.shape is None and self.stage is None:
             places = [place for place in self._joined if place < len(leaves) and leaves[place].requires_grad]
-            if len(places) == len(self._joined):
+            if len(places) == len(self._joined) and wide(parts):
                 output, views = with_aliases(output, places)
                 present.shape = hook_parts(views, partial(self._keep_part, present))
                 return output
@@ -623,6 +631,12 @@ class ModelTap:
             self._listen_to_parts(module)
         elif hidden is None and found is not None and (part := last_part(found, self._part_calls or ())) is not None:
             self._take_part(*part)
+        elif hidden is None and has_graph and num_differentiable(output) > 1:  # h is what the loss uses of these
+            leaves = tensors_in(output)[:_MOST_OUTPUTS]
+            self._side_outputs, self._scalars = (
+                [*range(len(leaves))],
+                [p for p, leaf in enumerate(leaves) if not leaf.dim()],
+            )
         elif calls:
             self._hidden, self._is_searching = calls[-1][1] if hidden is None else hidden, False
             self._hook(self._hidden)

@@ -603,6 +603,7 @@ class Watch(Notes):
         self._has_looked = False
         if self._num_steps == 1 and not self.tap.num_seen:
             self.tap.listen_to_methods()
+        if not self._num_looks and optimizer is self.optimizer:
             self.number += 1
         if self._num_steps == _EARLY and not self._num_looks:
             self._tell_once(self._why_nothing())
