@@ -11,7 +11,8 @@ not kept.
 
 Where h is: a transformers model says which module is its body and which its head. h is the body's output, or the head's
 input where that is another tensor (T5 scales it, BERT transforms it). In another model the head is the linear layer
-that is called last, and h its input, if all of the output's gradient passes there. Else h is the model's output.
+that is called last, and h its input, if all of the output's gradient passes there. Else h is the model's output, or all
+of its outputs that the loss uses (:mod:`.outputs`).
 
 Shapes: B rows, T positions, H hidden size, V a head's outputs.
 """
@@ -172,7 +173,7 @@ class ModelTap:
             self._add_handle(part.register_forward_pre_hook(Hook(self, "_before_head")))
             self._add_handle(part.register_forward_hook(Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
-        if hidden is None and type(inner).forward is torch.nn.Module.forward:
+        if hidden is None and type(inner).forward in (torch.nn.Module.forward, None):
             self.listen_to_methods()
         for part in trained_parts(inner) if hidden is None and len(self._attached) == 1 else ():
             self._listen(part)  # which a method of the user's own may call, such as a training_step
@@ -408,19 +409,19 @@ class ModelTap:
             present.recorded = Recorded(present.rng)
             present.recorded.hook(returned)
             returned.log_prob.register_hook(Hook(self, "_note_backward", present))
-        if returned is None and (present.shape is not None or self._side_outputs):
-            output = self._hook_side_outputs(present, output)
+        is_shared = returned is None and (present.shape is not None or bool(self._side_outputs))
+        replaced = self._hook_side_outputs(present, output) if is_shared else None
         self._close()
         if self.body is module and returned is None:
             self._wait_for_heads()
         self._present = self._hidden = None
-        return output
+        return replaced
 
     # ---- inside
 
     def _hook_side_outputs(self, present: Forwarded, output: Any) -> Any:
-        """Return the output with aliases of what does not come from h alone, hooked: a scalar's gradient is kept, and
-        which other tensors get one is noted."""
+        """Return the output with hooked aliases, None where all of it comes from h: the gradient of a scalar that does
+        not is kept, and which other tensors get one is noted."""
         leaves = tensors_in(output)
         if self._side_outputs is None and self._hidden is not None:
             heads = [*self.heads, *self._uncalled, *([] if self._declared_head is None else [self._declared_head])]
@@ -433,7 +434,7 @@ class ModelTap:
         places = places if any(leaves[place].dim() for place in sides) else []
         places += [place for place in trained if place in self._scalars]
         if not places:
-            return output
+            return None
         output, views = with_aliases(output, places)
         for place, view in zip(places, views, strict=True):
             if place in self._scalars:
@@ -632,11 +633,9 @@ class ModelTap:
         elif hidden is None and found is not None and (part := last_part(found, self._part_calls or ())) is not None:
             self._take_part(*part)
         elif hidden is None and has_graph and num_differentiable(output) > 1:  # h is what the loss uses of these
-            leaves = tensors_in(output)[:_MOST_OUTPUTS]
-            self._side_outputs, self._scalars = (
-                [*range(len(leaves))],
-                [p for p, leaf in enumerate(leaves) if not leaf.dim()],
-            )
+            sizes = [leaf.dim() for leaf in tensors_in(output)[:_MOST_OUTPUTS]]
+            self._side_outputs = [*range(len(sizes))]
+            self._scalars = [place for place, size in enumerate(sizes) if not size]
         elif calls:
             self._hidden, self._is_searching = calls[-1][1] if hidden is None else hidden, False
             self._hook(self._hidden)

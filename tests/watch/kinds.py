@@ -535,7 +535,7 @@ class Methods(OfOwn):
     """A loop that calls methods of the model, and never the model: the first step shows that."""
 
     class made(Own):  # noqa: N801
-        forward = None
+        pass
 
     def logits(self, ids):
         return torch.cat([self.model.head(part) for part in self.model.hidden(ids).split(3, 1)], 1)
@@ -582,6 +582,23 @@ class TwoOutputs(OfOwn):
     def loss(self, ids, weight):
         logits, mean = self.model(ids[:, :-1])
         return weighted(logits, ids[:, 1:], weight) + (mean.square().mean(-1) * weight).mean()
+
+
+class Agent(OfOwn):
+    """An actor and a critic of its own, evaluated by a method that gives an integer, and a list of both."""
+
+    class made(Own):  # noqa: N801
+        forward = None
+
+        def begin(self):
+            self.values = nn.Sequential(nn.Embedding(VOCABULARY, H), nn.Linear(H, 1))
+
+        def evaluate(self, ids):
+            return ids.sum(), [self.head(self.hidden(ids)), self.values(ids)]
+
+    def loss(self, ids, weight):
+        logits, values = self.model.evaluate(ids[:, :-1])[1]
+        return weighted(logits, ids[:, 1:], weight) + 0.1 * (values.squeeze(-1).square() * weight).mean()
 
 
 class ScalarOutput(OfOwn):

@@ -179,6 +179,20 @@ def test_a_loop_s_own_adaptive_clip_hides_no_spike(tmp_path):
     )
 
 
+def test_a_gradient_that_was_raised_once_makes_no_later_step_a_spike(tmp_path):
+    class Raised(kinds.OfOwn):
+        def take_step(self):
+            if len(self.norms) == 1:
+                self.model.first.weight.grad.mul_(1e4)
+            self.norms.append(0.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    Raised(tmp_path, is_planted=False).run()
+    (event,) = events_in(tmp_path)
+    assert event["step"]["global_step"] == 2 and event["fault"]["at"] == "after_backward"
+
+
 def test_weights_that_move_between_backward_and_step_are_no_gradient_that_was_changed(tmp_path):
     class SharpnessAware(kinds.OfOwn):
         def step(self, ids, weight):
