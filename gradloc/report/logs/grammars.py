@@ -191,6 +191,19 @@ class Console(Grammar):
 
     title = "verl's console log"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: dict[str, str] = {}
+        """The process by what is before the step, as lines taken so far have it."""
+
+    def take_alike(self, line: str) -> bool:
+        """Take a line that begins as an earlier one, where nothing but names and plain numbers can follow."""
+        head, _, rest = line.partition("step:")
+        step, _, text = rest.partition(" - ")
+        if head not in self.heads or not text or not step.isdecimal() or len(step) > 15:
+            return False
+        return not any(sign in text for sign in "[,<{&") and self.add(self.heads[head], int(step), _dashed(text))
+
     def take(self, line: str, process: str) -> bool:
         step = _CONSOLE.search(line)
         if step is not None:

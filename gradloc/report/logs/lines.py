@@ -13,8 +13,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import compress
-from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +94,7 @@ _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
+"""The shapes of lines that no grammar wanted, all but digits: how many are known, and of how many characters."""
 _LONGEST_LINE = 200_000
 """Characters of a line beyond which it is read as JSON or not at all."""
 _MOST_SKIPS = 10_000
@@ -112,9 +111,17 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     config, skipped = _Config(), _Skipped(grammars)
     last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
-    sieve, saved = _Sieve(), dict[int, str]()
-    for line in _joined(unwrapped(sieve.lines(source.texts() if text is None else [text])), sieve):
-        if line == last and taken is None and sieve.is_on and "OVERFLOW" in line and "orm" not in line:
+    saved, shapes, is_sifting = dict[int, str](), set[bytes](), True
+    for line in _joined(unwrapped(source.lines() if text is None else text.split("\n"))):
+        if not config.is_open and console.take_alike(line):
+            last, taken = line, console
+            num_seen += line.count("grad_norm")
+            continue
+        shape = line[:_LONGEST_SHAPE].encode(errors="replace").translate(_DIGITS)
+        if is_sifting and shape in shapes:  # most lines of a long log
+            taken = None
+            continue
+        if line == last and taken is None and is_sifting and "OVERFLOW" in line and "orm" not in line:
             skipped.take(line, None, process)  # a scaler's line, again and again
             continue
         if line:
@@ -134,8 +141,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         if not (is_below or any(map(line.__contains__, _WORDS)) or "- " in line and _WRAPPED.search(line)):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
-            elif "<" not in line and found is None:
-                sieve.leave_out(line)  # most lines of a long log
+            elif "<" not in line and found is None and 0 < len(line) < _LONGEST_SHAPE and len(shapes) < _MOST_SHAPES:
+                shapes.add(shape)
             continue
         if "\x1b" in line or "[0m" in line:
             line = _plain(line)
@@ -147,14 +154,14 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
         line, process = _stripped(line)
         taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
+        if taken is console and "step:" in line:
+            console.heads[last.partition("step:")[0]] = process
         num_bad += taken is None and line.startswith('{"')
         if taken is None and "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
             skipped.step = int(head[1])
         if taken is not console and any(word in line for word in _OF_SKIPS):
             skipped.take(line, taken, process)
-        sieve.is_on = not (config.is_open or blocks.steps or headed.is_by_step or columns.names)
-    if sieve.ends_in_left_out:
-        taken = None
+        is_sifting = not (config.is_open or blocks.steps or headed.is_by_step or columns.names)
     printed.count_by_bars()
     is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
     best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
@@ -212,44 +219,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 
 
-class _Sieve:
-    """Leaves out lines that differ in nothing but digits from one that no grammar wanted."""
-
-    def __init__(self) -> None:
-        self.is_on = True
-        self.is_joining = False
-        """Whether the next lines belong to a dict that is printed over several."""
-        self.ends_in_left_out = False
-        """Whether the last line was left out."""
-        self._shapes: set[bytes] = set()
-
-    def leave_out(self, line: str) -> None:
-        """Leave out lines like this one from here on."""
-        if len(line) < _LONGEST_SHAPE and len(self._shapes) < _MOST_SHAPES:
-            self._shapes.add(line.encode(errors="replace").translate(_DIGITS))
-
-    def lines(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the other lines of texts of several."""
-        for text in texts:
-            shapes = text.encode(errors="replace").translate(_DIGITS).split(b"\n")
-            lines, start, last = text.split("\n"), 0, -1
-            while start < len(lines):
-                is_on = self.is_on and not self.is_joining
-                is_left_out = map((self._shapes if is_on else ()).__contains__, shapes[start:])
-                # most lines of a long log are left out: no statement of this loop is run for them
-                for at, line in compress(enumerate(lines[start:], start), map(not_, is_left_out)):
-                    last = at if line else last
-                    yield line
-                    if is_on != (self.is_on and not self.is_joining):
-                        break
-                else:
-                    at = len(lines)
-                start = at + 1
-            if any(lines):
-                self.ends_in_left_out = any(lines[last + 1 :])
-
-
-def _joined(lines: Iterable[str], sieve: _Sieve) -> Iterator[str]:
+def _joined(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines, those of a dict that pprint has printed over several put together."""
     parts: list[str] = []
     for line in lines:
@@ -264,7 +234,6 @@ def _joined(lines: Iterable[str], sieve: _Sieve) -> Iterator[str]:
             parts = [line.rstrip()]
         else:
             yield line
-        sieve.is_joining = bool(parts)
     yield from parts
 
 

@@ -62,25 +62,17 @@ class Source:
             )
         return content
 
-    def texts(self) -> Iterator[str]:
-        """Yield its lines, several at once, with "\n" between them.
-
-        Lines end in \n, \r\n or \r: a progress bar's end in \r alone.
-        """
+    def lines(self) -> Iterator[str]:
+        """Yield its lines without their ends: \n, \r\n or \r, as a progress bar's end in \r alone."""
         reader = io.TextIOWrapper(self.stream, self.coding or "utf-8", errors="replace")
         try:
             while text := reader.read(HEAD):
                 if text[-1] != "\n":
                     text += reader.readline(LINE)
-                yield text.removesuffix("\n")
+                yield from text.removesuffix("\n").split("\n")
         except UnicodeError as error:  # UTF-16 that is none after all
             self.notes.append(_cut(self.name, error))
         reader.detach()
-
-    def lines(self) -> Iterator[str]:
-        """Yield its lines without their ends."""
-        for text in self.texts():
-            yield from text.split("\n")
 
     @property
     def ends_whole(self) -> bool:
