@@ -112,7 +112,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
     saved, shapes, is_sifting = dict[int, str](), set[bytes](), True
-    for line in _joined(unwrapped(source.lines() if text is None else text.split("\n"))):
+    lines = source.lines() if text is None else text.split("\n")
+    for line in _joined(unwrapped(filter(None, lines))):
         if not config.is_open and console.take_alike(line):
             last, taken = line, console
             num_seen += line.count("grad_norm")
