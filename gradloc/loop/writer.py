@@ -94,7 +94,8 @@ class EventWriter:
                     event = replace(made, time=now())
                     return self._keep(event, raw, driver), ""
                 except BaseException as error:  # also Ctrl-C
-                    self.store.append(event)
+                    if self.store.last != name:
+                        self.store.append(event)
                     if not isinstance(error, Exception):
                         raise
                     self._failed(step, error, "its line is written with what is known; training goes on")

@@ -52,6 +52,8 @@ class EventStore:
 
     def __init__(self, root: str):
         self.root = Path(root)
+        self.last = ""
+        """The event whose line was added last."""
 
     @contextmanager
     def new_event(self, global_step: int, epoch: int, mini_batch: int, model: str = "actor") -> Iterator[str]:
@@ -139,6 +141,7 @@ class EventStore:
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
+            self.last = getattr(event, "event_id", "")
             file.flush()
             os.fsync(file.fileno())
 

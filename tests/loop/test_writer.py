@@ -343,6 +343,13 @@ def test_ctrl_c_in_a_tokenizer_ends_the_run_and_keeps_the_event(tmp_path):
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
 
 
+def test_ctrl_c_while_a_line_goes_to_the_disk_writes_it_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        _writer(tmp_path).write(raw_of(CULPRIT), batch_of(), {})
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

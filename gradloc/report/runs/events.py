@@ -20,7 +20,7 @@ from ...explain.text import first_of, one_line, plural
 from ...record import EVENT_VERSION, Event
 from ...record.bundle import Sequence as TokenSequence
 from ...record.bundle import SequenceFile
-from ...record.files import DOCUMENT, is_inside, parse_json, read_bytes, read_json
+from ...record.files import DOCUMENT, MB, is_inside, parse_json, read_bytes, read_json
 from ...record.reading import read
 from ..memory import uncollected
 
@@ -153,6 +153,11 @@ def read_events(path: Path) -> tuple[Events, list[str]]:
         start = 0
         for number, line in enumerate(iter(lambda: lines.readline(DOCUMENT), b""), start=1):
             place, start = (path, start), start + len(line)
+            if len(line) == DOCUMENT and not line.endswith(b"\n"):
+                notes.append(f"Line {number} of events.jsonl was left out: it is larger than {DOCUMENT / MB:g} MB.")
+                while not line.endswith(b"\n") and (line := lines.readline(DOCUMENT)):
+                    start += len(line)
+                continue
             if not line.strip():
                 continue
             event, note = _read_line(line, number, is_last=not line.endswith(b"\n"))
