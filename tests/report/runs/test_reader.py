@@ -70,6 +70,18 @@ def test_a_broken_line_costs_only_itself_and_has_a_note(tmp_path, line, is_last,
     assert note in run.notes[0]
 
 
+def test_a_line_beyond_the_limit_costs_only_itself(tmp_path, monkeypatch):
+    lines = [
+        json.dumps(make_event(1)),
+        json.dumps(make_event(2) | {"verdict": "x" * 90_000}),
+        json.dumps(make_event(3)),
+    ]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr("gradloc.report.runs.events.DOCUMENT", 40_000)
+    run = read_run(tmp_path)
+    assert steps(run) == [1, 3] and run.notes[0] == "Line 2 of events.jsonl was left out: it is larger than 0.04 MB."
+
+
 def test_two_events_of_one_name_stay_apart(tmp_path):
     run = read_run(write_run(tmp_path, [make_event(1), make_event(1)], metrics=make_metrics()))
     assert len({event.event_id for event in run.events}) == 2
