@@ -322,12 +322,12 @@ def _where(event: Event) -> str:
     if event.is_without_tokens:
         is_row = first.span == "sequence"
         place = "" if is_row else f"position {span(first.positions)} of "
-        return f"{start} {place}{_sequence(first).removeprefix('in ')}."
+        return f"{start} {place}{_sequence(event, first).removeprefix('in ')}."
     what = f"the token {quote(first)} at position {position}"
     if len(first.positions) > 1:
         what = f"{len(first.positions)} tokens from position {position}"
     row = "document" if event.is_supervised else "response"
-    return f"{start} {what} of the {row} {_sequence(first)}{_turn(first.turn)}."
+    return f"{start} {what} of the {row} {_sequence(event, first)}{_turn(first.turn)}."
 
 
 def _turn(turn: Turn | None) -> str:
@@ -337,9 +337,11 @@ def _turn(turn: Turn | None) -> str:
     return f", in turn {turn.number} of {turn.num_turns}{after}"
 
 
-def _sequence(culprit: Culprit) -> str:
+def _sequence(event: Event, culprit: Culprit) -> str:
     if culprit.sequence_id is None:
-        return f"in row {culprit.micro_batch_row} of micro-batch {culprit.micro_batch}, rank {culprit.rank}"
+        micro_batch = f" of micro-batch {culprit.micro_batch}" if (event.step.num_micro_batches or 0) > 1 else ""
+        rank = f", rank {culprit.rank}" if (event.step.dp_size or 0) > 1 else ""
+        return f"in row {culprit.micro_batch_row}{micro_batch}{rank}"
     uid, colon, index = culprit.sequence_id.rpartition(":")
     if not colon:  # a name of the loop's own
         return index if len(index) <= 40 else f"{index[:40]}..."

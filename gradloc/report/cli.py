@@ -73,6 +73,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         module = _module(name)
         sub = commands.add_parser(
             name,
+            prog="gradloc" if name == "show" else f"gradloc {name}",
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=getattr(module, "EPILOG", None),

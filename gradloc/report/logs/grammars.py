@@ -11,7 +11,7 @@ from sys import intern
 
 from ...record.files import parse_json
 from .names import as_step, is_norm, is_training_loss, number, numbers, one_value, step_of
-from .recording import Row
+from .recording import OF_WATCH, Row
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
 _MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
@@ -264,7 +264,7 @@ class Json(Grammar):
     def take_entry(self, entry: dict, process: str) -> bool:
         data, step = entry.get("data"), as_step(number(entry.get("step")))
         if isinstance(data, dict) and step is not None:
-            self.title = "verl's file logger"
+            self.title = OF_WATCH if "grad_norm_max" in data else "verl's file logger"
             verdict = data.get("gradloc/verdict")
             self.verdicts += map(str, verdict if isinstance(verdict, list) else [])
             self.add(process, step, numbers(data))

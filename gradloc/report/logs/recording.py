@@ -19,6 +19,10 @@ Row = tuple[int, dict[str, float]]
 """A training step and what was logged for it. A step may come again: a resumed run logs it twice."""
 
 
+OF_WATCH = "gradloc.Watch's metrics"
+"""Title of the file that ``gradloc.Watch`` writes beside a loop."""
+
+
 @dataclass(frozen=True)
 class Skip:
     """An optimizer step that the trainer says it skipped."""

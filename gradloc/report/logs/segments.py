@@ -20,7 +20,7 @@ from ...explain.advice import in_verls_names
 from ...explain.text import plural
 from ..errors import ReportError
 from .names import canonical, is_norm, listed, norm_of
-from .recording import MAX, MEAN, Metrics, Recording, Row, build
+from .recording import MAX, MEAN, OF_WATCH, Metrics, Recording, Row, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
 
@@ -62,6 +62,8 @@ class LoggedRun(Recording):
     @property
     def trainer(self) -> str:
         """``verl``, ``trl`` (any Trainer of Transformers), or ``other``, by what wrote the log and by its names."""
+        if self.format == OF_WATCH:
+            return "other"
         names = set(self.parts[-1].own_names)
         is_named = any(name.startswith(("actor/", "trainer.")) for name in [*names, *self.config])
         if is_named or self.format.startswith("verl"):

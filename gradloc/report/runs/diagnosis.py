@@ -160,16 +160,21 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     if _is_overwritten(run, worst):
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(explosions)
-    if any(name.startswith("gradloc/") for name in run.metrics.series):
-        tokens = (
-            "Which tokens did it is in the events that GradLoc wrote: name their folder, which gradloc.dump_dir set."
-        )
-    else:
-        tokens = "A log cannot show which tokens did it: train with GradLoc on."
-    made.sentences.append(tokens)
+    made.sentences.append(_on_tokens(run.metrics, worst.peak.step))
     advice, made.command = _go_on(run, worst, is_hurt, bool(sound))
     made.sentences.append(advice)
     return made
+
+
+def _on_tokens(metrics: Metrics, step: int) -> str:
+    """Say where the tokens of a step's spike are named, or why they are not."""
+    if not any(name.startswith("gradloc/") for name in metrics.series):
+        return "A log cannot show which tokens did it: train with GradLoc on."
+    spikes, thresholds = (dict(metrics.logged(f"gradloc/{name}")) for name in ("spikes", "threshold"))
+    if spikes.get(step) != 0:
+        return "Which tokens did it is in the events that GradLoc wrote: name their folder, which gradloc.dump_dir set."
+    why = "its threshold is higher" if step in thresholds else "a run's first steps have no threshold (trigger.warmup)"
+    return f"GradLoc was on, and took step {step} for no spike: {why}."
 
 
 def _say(made: Diagnosis, found: list[Sign]) -> None:

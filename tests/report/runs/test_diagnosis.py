@@ -92,3 +92,25 @@ def test_what_followed_a_spike_is_drawn_and_the_curve_has_steps_below_it_and_its
         39,
         59,
     ] and "actor/grad_norm, last 0.518" in legend
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [
+        ({"gradloc/spikes": 0.0}, "a run's first steps have no threshold"),
+        ({"gradloc/spikes": 0.0, "gradloc/threshold": 5e3}, "its threshold is higher"),
+        ({"gradloc/spikes": 1.0, "gradloc/threshold": 5.0}, "name their folder"),
+    ],
+)
+def test_a_loop_s_spike_without_an_event_is_no_event_s_and_not_verl_s(tmp_path, ours, says):
+    norms = [0.5 + 0.01 * (step % 3) for step in range(30)]
+    norms[10] = 1937.0
+    rows = [
+        {"step": step, "data": {"actor/grad_norm": norm, "grad_norm_max": norm, "gradloc/failures": 0.0, **ours}}
+        for step, norm in enumerate(norms, 1)
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (made,) = read_run(path).diagnoses
+    assert any(says in sentence for sentence in made.sentences)
+    assert "verl" not in made.run.format and "trainer.resume" not in made.command
