@@ -38,6 +38,7 @@ def _signalling() -> bytes:
 FOUND = {
     "a literal whose keys are numbers": ("documents", "a.json", b"{1.5: [1, 2], 'x': [1]}"),
     "a number that Python warns of": ("documents", "a.json", b"{'grad_norm': 65or 2}"),
+    "a head that is longer than a field may be": ("tables", "a.csv", b'step,"' + b"x" * 140_000 + b'"\n1,2\n'),
     "a name of two lines": ("streams", "a.jsonl", b'{"step": 1, "lo\\nss": 2}\n' * 40),
     "a packed part that is damaged": ("archives", "a.zip", None),
     "log-probs that are not finite": ("mismatch", "a.safetensors", None),

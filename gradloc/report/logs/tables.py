@@ -80,7 +80,9 @@ def _delimiter(lines: list[str]) -> str | None:
 def _head(line: str, delimiter: str) -> list[str]:
     if delimiter == " ":
         return line.split()
-    return [name.strip() for name in next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])]
+    return [
+        name.strip() for name in next(_readable(csv.reader([line], delimiter=delimiter, skipinitialspace=True)), [])
+    ]
 
 
 def _readable(reader: Iterator[list[str]]) -> Iterator[list[str]]:
