@@ -7,8 +7,10 @@ from __future__ import annotations
 import csv
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from sys import intern
 from typing import Any, TypeVar
 from zipfile import BadZipFile, ZipFile
 
@@ -33,6 +35,7 @@ NAMES = {
     "counts": ("sample_loss_mask",),
 }  # fmt: skip
 """The names of each column in trainers' files and ours; the first one present is read."""
+_NUMBERS = {name for ours, theirs in NAMES.items() if ours not in ("row", "group") for name in theirs}
 TEXT_ONLY = {
     "verl's rollout dump": {"input", "output", "score"},
     "TRL's completions": {"prompt", "completion", "advantage"},
@@ -173,11 +176,22 @@ def _json_lines(file: Path) -> Mapping[str, Any]:
 
 
 def _csv(file: Path) -> Mapping[str, Any]:
+    """Read the columns that are known, number by number: a table's text would take thirty times the memory."""
     csv.field_size_limit(LINE)  # a field may hold a whole text
     with file.open(newline="", encoding="utf-8-sig") as lines:
-        head, *rows = csv.reader(lines)
-    columns_ = zip(*rows, strict=True) if rows else [[]] * len(head)
-    return {name.strip(): [field or "nan" for field in column] for name, column in zip(head, columns_, strict=True)}
+        rows = csv.reader(lines)
+        head = [name.strip() for name in next(rows, [])]
+        texts = {name: list[str]() for name in head if name in (*NAMES["row"], *NAMES["group"])}
+        numbers = {name: array("d") for name in head if name in _NUMBERS}
+        places = {name: at for at, name in enumerate(head)}
+        for row in rows:
+            if len(row) != len(head):
+                raise ValueError(f"line {rows.line_num} has {len(row)} fields, the head {len(head)}")
+            for name, text in texts.items():
+                text.append(intern(row[places[name]] or "nan"))
+            for name, values in numbers.items():
+                values.append(float(row[places[name]] or "nan"))
+    return dict.fromkeys(head) | texts | numbers
 
 
 def _npz(file: Path) -> Mapping[str, Any]:
