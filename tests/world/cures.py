@@ -130,7 +130,7 @@ def grouped(algorithm: dict[str, Any], is_reweighted: bool, factor: float) -> di
     batch.batch["advantages"] *= factor
     known = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True, "use_kl_in_reward": False, **algorithm}
     view = part("loop.batch").BatchView(batch.batch, batch.non_tensor_batch)
-    return asdict(part("adapters.verl_common.losses").groups_of(view, OmegaConf.create(known), is_reweighted))
+    return asdict(part("adapters.verl_common.losses").advantage_groups(view, OmegaConf.create(known), is_reweighted))
 
 
 def corrected(name: str) -> dict[str, list[float]]:
