@@ -75,9 +75,14 @@ def head_square(space: GradientSpace) -> torch.Tensor:
         if kind in norms:
             norms[kind].append(zero if shard is None else torch.linalg.vector_norm(shard, dtype=torch.float64))
     kept = norms["head"] or norms["embedding"]
-    if not kept:
-        return zero - 1.0
+    if not kept:  # a frozen head has no gradient
+        return zero if _has_head(space) else zero - 1.0
     return torch.linalg.vector_norm(torch.stack(kept)).square() / space.num_replicas
+
+
+def _has_head(space: GradientSpace) -> bool:
+    """Return whether some parameter is a head's or an embedding's by its name, trained or not."""
+    return any(kind_of(name) in ("head", "embedding") for name, _ in space.module.named_parameters())
 
 
 def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tensor) -> dict[str, float]:
