@@ -150,6 +150,9 @@ def lede(event: Event) -> str:
         return " ".join(filter(None, (other, first_place(event))))
     share = carried(event, event.culprits)
     subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
+    if event.is_without_tokens and len(event.culprits) == 1:  # no text shows which it is
+        place = _row_and_position(event, first)
+        subject = f"{place[0].upper()}{place[1:]} carries"
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
     number_of, meaning = odd_number(first), cause_info(first.cause.label)
     why = f": {f'{meaning.odd} {number_of}'.strip()}" if number_of else engine_words(first)
@@ -320,14 +323,18 @@ def _where(event: Event) -> str:
         return ""
     start, position = "It is" if len(event.culprits) == 1 else "The largest is", first.positions[0]
     if event.is_without_tokens:
-        is_row = first.span == "sequence"
-        place = "" if is_row else f"position {span(first.positions)} of "
-        return f"{start} {place}{_sequence(event, first).removeprefix('in ')}."
+        return f"{start} {_row_and_position(event, first)}."
     what = f"the token {quote(first)} at position {position}"
     if len(first.positions) > 1:
         what = f"{len(first.positions)} tokens from position {position}"
     row = "document" if event.is_supervised else "response"
     return f"{start} {what} of the {row} {_sequence(event, first)}{_turn(first.turn)}."
+
+
+def _row_and_position(event: Event, culprit: Culprit) -> str:
+    """Name a culprit without tokens: ``row 17``, ``position 3 of row 17``."""
+    place = "" if culprit.span == "sequence" else f"position {span(culprit.positions)} of "
+    return place + _sequence(event, culprit).removeprefix("in ")
 
 
 def _turn(turn: Turn | None) -> str:

@@ -52,5 +52,5 @@ def test_a_bad_row_is_a_row(tmp_path, kind, label):
     assert event["head_grad_norm"] == pytest.approx(head.norm().item(), rel=0.01)
     run = read_run(tmp_path)
     page = to_markdown(run, [*run.events])
-    assert f"One row made the step-{STEP} spike" in page and f"row {BAD}" in page
+    assert f"One row made the step-{STEP} spike" in page and f"Row {BAD} carries" in page
     assert not any(word in page for word in ("document", "One token", "<0>", "- log-prob:"))
