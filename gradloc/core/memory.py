@@ -57,7 +57,7 @@ class SearchMemory:
         space: the trained parameters.
         optimizer: its state may be moved; None if it is unknown.
         micro_batch: bytes, see :class:`MemoryNeed`.
-        forward: bytes, too.
+        forward: bytes of a forward alone.
     """
 
     def __init__(self, space: GradientSpace, optimizer: torch.optim.Optimizer | None, micro_batch: int, forward: int):

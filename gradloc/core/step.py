@@ -232,7 +232,7 @@ class TrainingStep:
     apart = 0.0
     """Norm of the difference between the replayed gradient and the optimizer's, before clipping."""
     unsearched: tuple[str, ...] = ()
-    """Parameters whose gradient is not searched, as they are used behind what is recorded."""
+    """Parameters whose gradient is not searched: they are used behind what is recorded."""
     unsearched_norm = 0.0
     """Norm of the gradient of :attr:`unsearched`."""
     spent = 0, 0

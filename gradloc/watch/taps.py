@@ -197,7 +197,7 @@ class ModelTap:
         self._add_handle(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def listen_to_methods(self) -> None:
-        """Keep the calls of the model's own methods, too, where it has no forward or none was seen."""
+        """Also keep the calls of the model's own methods where it has no forward, or none was seen."""
         for method in [] if is_compiled(self.outer) else make_hookable(innermost(self.outer)):
             self._add_handle(method)
             self._listen(method)
