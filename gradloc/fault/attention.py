@@ -70,8 +70,9 @@ class AttentionLogits(TorchFunctionMode):
             if func is scaled_dot_product_attention:
                 query, key, *_ = args
                 self._note(_bound(query, key, given.get("scale")))
-            elif func in _SOFTMAXES and args and args[0].dim() == _ATTENTION_DIMS:
-                self._note(args[0].detach().amax())
+            elif func in _SOFTMAXES and args[0].dim() == _ATTENTION_DIMS:
+                if given.get("dim", args[1] if len(args) > 1 else None) in (-1, _ATTENTION_DIMS - 1):  # over the keys
+                    self._note(args[0].detach().amax())
         except Exception as error:  # a call of another shape; the forward goes on
             logger.debug("gradloc: attention logits are not known: %s", error)
         return func(*args, **given)
@@ -100,7 +101,8 @@ def _bound(query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch
         key: (..., heads or fewer, keys, width); each head of its own is shared by equally many of the queries' heads.
         scale: None for 1 / sqrt(width).
     """
-    queries, keys = (each.float().norm(dim=-1).amax(-1) for each in (query, key))
+    # a norm with a dtype makes no copy of q and k in float32, which no search has room for
+    queries, keys = (torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32).amax(-1) for each in (query, key))
     if queries.shape != keys.shape:
         keys = keys.repeat_interleave(queries.shape[-1] // keys.shape[-1], dim=-1)
     return (queries * keys).max() * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -72,7 +72,8 @@ class ClipTap:
         """The limit of a clip by the loop's own code, once one was noticed."""
         self._raw: torch.Tensor | None = None
         self.usual_ratio: float | None = None
-        """What a loop's own code usually leaves of the norm after the backward; None before the first such step."""
+        """Usual ratio of the norm that the loop's own code leaves to the norm after the backward; None before the first
+        such step."""
         self.replaced: torch.Tensor | None = None
         """Squared norms of the parameters' gradients after the backward, float64 (num_params,), where the loop's own
         code shrank the step's as no clip by norm does, and far more than usual; else None."""

@@ -107,7 +107,7 @@ class Forwarded:
         self.shape: torch.Size | None = None
         """The shape of the hidden state."""
         self.is_by_row = False
-        """Whether a row of it is taken as one position, such as an image."""
+        """Whether each row of h is one position, such as an image."""
         self.is_passed_by = False
         """Whether a backward came to an output of the model that does not come from the hidden state alone."""
         self.is_done = False

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gradloc.core.ranks import Ranks
-from gradloc.fault.attention import AttentionLogits
+from gradloc.fault.attention import AttentionLogits, _bound
 from lab.benchmarks import links
 
 PLAN = links.Plan.of("gpt", 2)
@@ -39,6 +39,29 @@ def test_the_bound_is_on_the_largest_logits_and_results_stay_bit_for_bit():
     bound, name = seen.largest(Ranks(None))
     assert torch.equal(plain, watched) and name == "blocks.1"
     assert max(largest) <= bound <= 20 * max(largest)
+
+
+def test_the_bound_is_that_of_each_head_with_the_key_it_shares():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)  # two heads share a key
+    query[1, 3], key[0, 0] = 10 * query[1, 3], 10 * key[0, 0]  # of heads that do not meet
+    sizes = [
+        float(query[row, head].norm(dim=-1).max() * key[row, head // 2].norm(dim=-1).max()) / 8**0.5
+        for row in range(2)
+        for head in range(4)
+    ]
+    assert _bound(query, key, None).item() == pytest.approx(max(sizes))
+    assert _bound(query.bfloat16(), key.bfloat16(), 0.5).item() == pytest.approx(max(sizes) * 8**0.5 / 2, rel=0.02)
+
+
+def test_a_softmax_over_something_else_than_keys_is_no_attention():
+    class Segmenter(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(x, dim=1)  # over classes
+
+    with AttentionLogits(model := Segmenter()) as seen:
+        model(1e4 * torch.ones(1, 3, 4, 4))
+    assert seen.largest(Ranks(None)) == (0.0, "")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

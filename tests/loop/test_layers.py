@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
-from gradloc.loop.layers import head_square, kind_of, layer_history, layer_of, norms_by
+from gradloc.loop.layers import head_square, kind_of, layer_history, layer_of, names_for_layers, norms_by
 
 NAMES = [
     "model.layers.0.mlp.up_proj.weight",
@@ -52,6 +52,17 @@ def test_the_head_s_part_is_the_embedding_s_where_they_are_tied(tied, square):
     assert float(head_square(GradientSpace(model))) == pytest.approx(square)
     model["embed_tokens"].weight.grad = None
     assert float(head_square(GradientSpace(model))) == (0.0 if tied else pytest.approx(square))
+
+
+def test_a_head_that_no_name_shows_is_the_trainer_s_or_not_known():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    space = GradientSpace(model)
+    assert float(head_square(space)) < 0, "not known"
+    space.heads = frozenset({"1.weight", "1.bias"})
+    wanted = sum(float(param.grad.square().sum()) for param in model[1].parameters())
+    assert float(head_square(space)) == pytest.approx(wanted)
+    assert names_for_layers(space) == ["0.weight", "0.bias", "lm_head", "lm_head"]
 
 
 def history(*rows):

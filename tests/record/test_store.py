@@ -29,6 +29,13 @@ def test_a_cut_off_line_does_not_spoil_the_next_event(tmp_path):
     assert lines[0] == '{"a": 1}' and lines[-1] == '{"b": "NaN", "c": ["Infinity", "-Infinity"]}'
 
 
+def test_a_new_run_learns_that_the_folder_has_an_earlier_one_s_events(tmp_path):
+    store = EventStore(str(tmp_path / "made" / "later"))
+    assert store.about() == ""
+    store.append({"a": 1})
+    assert "earlier run" in store.about()
+
+
 def test_event_names_are_unique_when_a_resumed_run_passes_a_step_again(tmp_path):
     store = EventStore(str(tmp_path))
     with store.new_event(7, 0, 1) as first, EventStore(str(tmp_path)).new_event(7, 0, 1) as second:

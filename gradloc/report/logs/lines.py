@@ -89,7 +89,7 @@ _SAVED = re.compile(
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
 _WORDS = tuple("tep { iter Iter • │ orm oss it/ poch pisode eward LOSS _STEP Cost [batch :[".split())
-"""What a line has that a grammar may want: a quick look."""
+"""Matches where a grammar may want a line: a quick look before any is tried."""
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)

@@ -158,7 +158,7 @@ def facts(run: RunFolder, diagnosis: Diagnosis | None = None) -> list[tuple[str,
             made.append(("threshold there", number(diagnosis.worst.peak.threshold, 3)))
     if run.events:
         rows = run.events.rows
-        explained = sum(row.verdict in ("explained", "not_the_data") for row in rows)
+        explained = sum(row.is_explained for row in rows)
         made.append(("explained", f"{number(explained)} of {number(len(run.events))}"))
         if causes := Counter(sorted(row.cause for row in rows if row.cause)):
             made.append(("commonest cause", spoken(causes.most_common(1)[0][0])))

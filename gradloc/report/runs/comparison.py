@@ -141,7 +141,7 @@ def _column(run: RunFolder) -> dict[str, str]:
         "gradient norm, median": number(median(mean)) if mean else "–",
         "gradient norm, largest": largest,
         "events": number(len(run.events)),
-        "explained": number(sum(row.verdict == "explained" for row in rows)),
+        "explained": number(sum(row.is_explained for row in rows)),
         "culprits": number(sum(row.num_culprits for row in rows)),
         "causes": ", ".join(f"{label} {count}" for label, count in causes.most_common(4)) or "–",
         "seconds, searching": number(sum(seconds)) if seconds else "–",

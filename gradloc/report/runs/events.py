@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from ...explain.story import cause_of, verdict_of
+from ...explain.story import cause_of, verdict_in_words
 from ...explain.text import first_of, one_line, plural
 from ...record import EVENT_VERSION, Event
 from ...record.bundle import Sequence as TokenSequence
@@ -67,6 +67,11 @@ class EventRow(NamedTuple):
     folder: str
 
     @property
+    def is_explained(self) -> bool:
+        """Whether a measurement says what made the spike: tokens, or another link than the batch."""
+        return self.verdict in ("explained", "not_the_data")
+
+    @property
     def severity(self) -> float:
         """Return the norm over its threshold, infinity for a norm that is not finite."""
         if self.norm is None:
@@ -90,7 +95,7 @@ def row_of(event: Event) -> EventRow:
             break
     return EventRow(
         *(event.event_id, step.global_step, step.epoch, step.mini_batch, _same(event.model or "")),
-        *(trigger.grad_norm, trigger.threshold, _same(verdict_of(event)), _same(event.action.taken)),
+        *(trigger.grad_norm, trigger.threshold, _same(verdict_in_words(event)), _same(event.action.taken)),
         *(_same(event.fault.at if event.fault else ""), _same(cause_of(event))),
         *(_same(first.text[:200] if first else ""), len(event.culprits), _same(" ".join(words))),
         *(event.search.seconds, _same(run.trainer or "")),
