@@ -59,6 +59,8 @@ def test_a_head_that_no_name_shows_is_the_trainer_s_or_not_known():
     model(torch.ones(1, 3)).sum().backward()
     space = GradientSpace(model)
     assert float(head_square(space)) < 0, "not known"
+    frozen = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 2).requires_grad_(False), "body": model})
+    assert float(head_square(GradientSpace(frozen))) == 0.0, "it has no gradient"
     space.heads = frozenset({"1.weight", "1.bias"})
     wanted = sum(float(param.grad.square().sum()) for param in model[1].parameters())
     assert float(head_square(space)) == pytest.approx(wanted)

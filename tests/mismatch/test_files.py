@@ -118,6 +118,7 @@ def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
         ("a.csv", "rollout_log_probs,old_log_probs\n", "a.csv cannot be read .it has no row"),
         ("a.csv", "rollout_log_probs,old_log_probs\n-1,-1\n-1\n", "a.csv cannot be read .*cut short"),
         ("a.csv", "rollout_log_probs,old_log_probs\n-1,x\n", "a.csv cannot be read .*'x'"),
+        ("a.csv", "rollout_log_probs,old_log_probs\n-1,-1,-1\n", "a.csv cannot be read .line 2 has 3 fields"),
         ("a.npz", "no numbers", "a.npz cannot be read"),
         ("a.npz", "", "a.npz is empty"),
         ("a.npz", "PK\x03\x04" + "\0" * 200, "a.npz cannot be read"),

@@ -3,12 +3,15 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+from gradloc.record import Event, Fault
+from gradloc.record.reading import read
 from gradloc.report.errors import ReportError
 from gradloc.report.logs.recording import MEAN
-from gradloc.report.runs.events import read_sequences
+from gradloc.report.runs.events import read_sequences, row_of
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
 
@@ -209,3 +212,10 @@ def test_metrics_elsewhere_can_be_named(tmp_path):
 def test_the_folder_of_events_of_a_run_without_any_leads_to_the_run(tmp_path):
     with pytest.raises(ReportError, match=f"no event was written there: name {tmp_path}"):
         read_run(tmp_path / "gradloc")
+
+
+@pytest.mark.parametrize(("at", "is_explained"), [("last_update", True), ("batch", False), ("undecided", False)])
+def test_a_link_other_than_the_batch_explains_a_spike_that_no_token_made(at, is_explained):
+    event = replace(read(Event, make_event(culprits=[])), fault=Fault(at))
+    event = replace(event, certificate=replace(event.certificate, verdict="not_explained"))
+    assert row_of(event).is_explained == is_explained
