@@ -23,6 +23,14 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or parameter's name without the wrappers of FSDP1, checkpointing and torch.compile."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether ``torch.compile`` is around the model or a part of it."""
     parts = model.modules()

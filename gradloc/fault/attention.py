@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ..core.ranks import Ranks
-from ..core.sharding import is_compiled
+from ..core.sharding import is_compiled, plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class AttentionLogits(TorchFunctionMode):
         self._names: dict[int, str] = {}
         if not is_compiled(model):
             parts = model.named_modules()
-            self._names = {id(part): name.replace("_fsdp_wrapped_module.", "") for name, part in parts}
+            self._names = {id(part): plain_name(name) for name, part in parts}
         self._inside: list[torch.nn.Module] = []
         self._largest: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []

@@ -8,15 +8,13 @@ add up over shards. FSDP1's flat parameters hide the names: then only the whole 
 """
 
 import math
-import re
 
 import torch
 
 from ..core.gradients import GradientSpace, squared_norms, total_of
-from ..core.sharding import local_shard
+from ..core.sharding import local_shard, plain_name
 from ..record.bundle import Fingerprint, Weights
 
-_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 _ROUNDING = 1e-11  # of float64 sums, relative to the largest they could be; 1e-15 was measured between shardings
 _HALF_ULP = 2.0**-9  # of bfloat16, relative: what saving in half precision does to a weight at most
 _NUM_SIGMAS = 8.0
@@ -38,7 +36,7 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
         )
 
     values = space.reduce(local)
-    names = [_WRAPPERS.sub("", name) for name in space.names]
+    names = [plain_name(name) for name in space.names]
     rows = values.tolist()
     by_name = {name: _entry(row) for name, row in zip(names, rows, strict=True)}
     total = _entry([sum(column) for column in zip(*rows, strict=True)])

@@ -24,6 +24,7 @@ from ..core.certificate import REPLAY_TOLERANCE, verdict_of
 from ..core.gradients import Gradient, GradientSpace, total_of
 from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
+from ..core.sharding import plain_name
 from ..core.step import typical_sizes
 from ..core.tracker import median_size
 from ..explain.numbers import number
@@ -41,7 +42,6 @@ MOST_NAMES = 8  # parameters, or positions, named in an event
 _SAME = 1e-10  # of the sum of absolute weights: float64 sums of equal weights differ by less on any two machines
 NOTABLE_SHARE = 0.05  # of a squared norm: parameters or rows with less are not listed
 _NUM_BEFORE = 3  # modules listed before the first that is not finite
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _DIRECTIONS = ("forward", "backward")
 _WITH_NORM = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -377,7 +377,7 @@ class _Sizes:
     @contextmanager
     def of(self, model: torch.nn.Module) -> Iterator[None]:
         """Context in which runs of this model are noted."""
-        named = {_plain(name): module for name, module in model.named_modules()}  # without wrappers
+        named = {plain_name(name): module for name, module in model.named_modules()}  # without wrappers
         hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in named.items() if name]
         try:
             yield
@@ -408,7 +408,3 @@ class _Sizes:
 
     def _add(self, direction: str, name: str, tensor: torch.Tensor) -> None:
         self._found[direction].append((name, torch.linalg.vector_norm(tensor.detach(), math.inf)))
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

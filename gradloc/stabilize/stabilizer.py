@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.gradients import GradientSpace
+from ..core.sharding import plain_name
 from ..loop.layers import kind_of, layer_of, norms_by
 from .config import StabilizeConfig
 from .layer_clip import LayerClip
@@ -24,12 +25,7 @@ from .skip_step import SkipStep
 logger = logging.getLogger(__name__)
 
 
-def _tensor_of(name: str) -> str:
-    """Return a parameter's name without the modules that FSDP and checkpointing wrap around."""
-    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-_GROUPS = {"layer": layer_of, "kind": kind_of, "tensor": _tensor_of}
+_GROUPS = {"layer": layer_of, "kind": kind_of, "tensor": plain_name}
 
 
 class Stabilizer:
