@@ -80,7 +80,7 @@ def cause_of(event: Event) -> str:
     return cause.label if cause else first.cause.label if first else ""
 
 
-def verdict_in_words(event: Event) -> str:
+def shown_verdict(event: Event) -> str:
     """Return the certificate's verdict; ``not_the_data`` where another link than the batch broke."""
     is_other = event.fault is not None and event.fault.at not in ("batch", "undecided")
     return "not_the_data" if is_other and not event.culprits else event.certificate.verdict

@@ -26,8 +26,8 @@ from ...explain.story import (
     odd_number,
     pronoun,
     quote_of,
+    shown_verdict,
     step_cause,
-    verdict_in_words,
     what_followed,
 )
 from ...explain.text import one_line, plural, span, spoken
@@ -144,7 +144,7 @@ def document(event: Event, run: RunFolder) -> EventDocument:
         _where(event),
         _proof(event, run, root),
     ]
-    filled, verdict = [section for section in sections if section.blocks], spoken(verdict_in_words(event))
+    filled, verdict = [section for section in sections if section.blocks], spoken(shown_verdict(event))
     says = headline(event), lede(event), quote_of(event), named(event), figures(event)
     return EventDocument(event, _title(event), verdict, *says, filled)
 
@@ -400,7 +400,7 @@ def cost(search: Search) -> str:
 
 def _proof(event: Event, run: RunFolder, root: Any) -> Section:
     certificate, action, them = event.certificate, event.action, pronoun(event)
-    verdict = verdict_in_words(event)
+    verdict = shown_verdict(event)
     doubt = f" ({certificate.reason})" if certificate.reason and verdict not in ("explained", "not_the_data") else ""
     norm = number(event.trigger.grad_norm if event.trigger.grad_norm is not None else certificate.norm_before, 3)
     without = "".join(bounded(certificate.norm_after, certificate.error_bound, 3)) + " without, "

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from ...explain.story import cause_of, verdict_in_words
+from ...explain.story import cause_of, shown_verdict
 from ...explain.text import first_of, one_line, plural
 from ...record import EVENT_VERSION, Event
 from ...record.bundle import Sequence as TokenSequence
@@ -95,7 +95,7 @@ def row_of(event: Event) -> EventRow:
             break
     return EventRow(
         *(event.event_id, step.global_step, step.epoch, step.mini_batch, _same(event.model or "")),
-        *(trigger.grad_norm, trigger.threshold, _same(verdict_in_words(event)), _same(event.action.taken)),
+        *(trigger.grad_norm, trigger.threshold, _same(shown_verdict(event)), _same(event.action.taken)),
         *(_same(event.fault.at if event.fault else ""), _same(cause_of(event))),
         *(_same(first.text[:200] if first else ""), len(event.culprits), _same(" ".join(words))),
         *(event.search.seconds, _same(run.trainer or "")),
