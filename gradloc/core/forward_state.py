@@ -7,7 +7,7 @@ That is the random state, buffers such as batch norm's statistics, and values th
 import copy
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,51 +61,69 @@ def generators_in(model: torch.nn.Module) -> list[Any]:
     return list({id(value): value for value in known if isinstance(value, kinds)}.values())
 
 
-class OwnAttributes:
-    """The state that modules keep in plain attributes, such as a running maximum: tensors, numbers, and lists, dicts
-    and sets of these. Buffers and parameters are not part of it."""
+_Place = tuple[dict[str, Any], str]
+"""A dict in which a module keeps a value, and the value's name there."""
 
-    _PLAIN = (int, float, bool, complex, str, type(None), torch.Tensor)
-    _CONTAINERS = (list, dict, set)
-    _WRAPPERS = ("torch.nn.parallel", "torch.distributed")
-    _OF_ENGINES = ("ds_", "applied_pre_backward")  # DeepSpeed's own, on each module of the model
-    _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+_PLAIN = (int, float, bool, complex, str, type(None), torch.Tensor)
+_CONTAINERS = (list, dict, set)
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed")
+_OF_ENGINES = ("ds_", "applied_pre_backward")  # DeepSpeed's own, on each module of the model
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 
-    def __init__(self, model: torch.nn.Module):
-        self._saved: list[tuple[dict[str, Any], str, Any, Any]] = []
-        for owner in model.modules():
-            for name, value in self.of(owner):
-                self._saved.append((vars(owner), name, value, self.copied(value)))
 
-    @classmethod
-    def of(cls, owner: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-        """Yield a module's own by name, but none of a wrapper's, which keeps there whether ranks reduce."""
+def plain_attributes(model: torch.nn.Module) -> Iterator[_Place]:
+    """Yield the plain attributes that modules keep state in, such as a running maximum: tensors, numbers, and lists,
+    dicts and sets of these.
+
+    None of a wrapper's, which keeps there whether ranks reduce.
+    """
+    for owner in model.modules():
         kind = type(owner).__module__
-        for name, value in () if kind.startswith(cls._WRAPPERS) else vars(owner).items():
-            is_state = name not in cls._OF_TORCH and isinstance(value, cls._PLAIN + cls._CONTAINERS)
-            is_state = is_state and not name.startswith(cls._OF_ENGINES)
-            if is_state and not (kind.startswith("torch.") and name.startswith("_")) and not cls._is_freed(value):
-                yield name, value
+        for name, value in () if kind.startswith(_WRAPPERS) else vars(owner).items():
+            is_own = name not in _OF_TORCH and not name.startswith(_OF_ENGINES)
+            is_state = is_own and isinstance(value, _PLAIN + _CONTAINERS) and not _is_freed(value)
+            if is_state and not (kind.startswith("torch.") and name.startswith("_")):
+                yield vars(owner), name
+
+
+def _is_freed(value: Any) -> bool:
+    """Return whether this is one of FSDP1's views of weights that are not gathered now."""
+    return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().size()
+
+
+def _mark(value: Any) -> Any:
+    """Return a mark that differs once the value was changed in place; batch norm's kernels do not count all writes."""
+    if isinstance(value, torch.Tensor):
+        return 0 if value.is_inference() else value._version
+    if isinstance(value, dict):
+        return [(id(key), id(each)) for key, each in value.items()]
+    return [id(each) for each in value] if isinstance(value, list | set) else None
+
+
+class SavedValues:
+    """Present values of some attributes and buffers, to be put back into the objects that hold them now.
+
+    Args:
+        places: of the values that a copy is made of.
+        kept: of tensors that nothing writes to, which need none.
+    """
+
+    def __init__(self, places: Iterable[_Place], kept: Iterable[_Place] = ()):
+        self._saved = [(place, name, place[name], self._copied(place[name])) for place, name in places]
+        self._saved += [(place, name, place[name], place[name]) for place, name in kept]
 
     @staticmethod
-    def _is_freed(value: Any) -> bool:
-        """Return whether this is one of FSDP1's views of weights that are not gathered now."""
-        return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.untyped_storage().size()
-
-    @staticmethod
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach().clone()
-        return copy.copy(value)
+    def _copied(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore every value that was replaced or changed in place."""
-        for owner, name, value, copied in self._saved:
-            if owner.get(name) is not value:
-                owner[name] = value
+        for place, name, value, copied in self._saved:
+            if place.get(name) is not value:
+                place[name] = value
             if isinstance(value, torch.Tensor):
-                if value is not copied and value._version and not torch.equal(value, copied):
+                if value is not copied and not _is_freed(value) and not torch.equal(value, copied):
                     value.copy_(copied)
             elif isinstance(value, list):
                 value[:] = copied
@@ -124,84 +142,56 @@ class MovingState:
     _MOST = 4096  # entries of a list, dict or set that is copied before each forward
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self._places: dict[tuple[int, str], _Place] = {}
         self._in_place: set[tuple[int, str]] = set()
         """Tensors that are written to, and so have to be copied."""
         self._marks: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._num_seen = 0
 
-    def before_forward(self, model: torch.nn.Module) -> OwnAttributes:
+    def before_forward(self, model: torch.nn.Module) -> SavedValues:
         """Return the state that the next forward begins with."""
         if self._num_seen < self._NUM_FORWARDS:
             self._num_seen += 1
             self._learn(model)
-        saved = OwnAttributes.__new__(OwnAttributes)
-        saved._saved = []
-        for key, (owner, name) in self._places.items():
-            value = owner.get(name)
+        copied, kept = list[_Place](), list[_Place]()
+        for key, (place, name) in self._places.items():
+            value = place.get(name)
             has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-            is_long = isinstance(value, OwnAttributes._CONTAINERS) and len(value) > self._MOST
-            if name in owner and not has_graph and not is_long:
+            is_long = isinstance(value, _CONTAINERS) and len(value) > self._MOST
+            if name in place and not has_graph and not is_long:
                 is_kept = isinstance(value, torch.Tensor) and key not in self._in_place
-                saved._saved.append((owner, name, value, value if is_kept else OwnAttributes.copied(value)))
-        return saved
+                (kept if is_kept else copied).append((place, name))
+        return SavedValues(copied, kept)
 
     def _learn(self, model: torch.nn.Module) -> None:
         """Compare with the previous forward, and add what differs."""
         if any(isinstance(owner, FSDP1) for owner in model.modules()):
             return  # its views of weights are attributes, and are others in each forward
         marks: dict[tuple[int, str], tuple[Any, Any]] = {}
-        for owner in model.modules():
-            buffers = [(owner._buffers, name, value) for name, value in owner._buffers.items() if value is not None]
-            for place, name, value in [*((vars(owner), *each) for each in OwnAttributes.of(owner)), *buffers]:
-                key = id(place), name
-                marks[key] = value, self._mark(value)
-                value_before, mark_before = self._marks.get(key, marks[key])
-                if value is not value_before or marks[key][1] != mark_before:
-                    self._places[key] = place, name
-                    if value is value_before:
-                        self._in_place.add(key)
+        buffers = ((owner._buffers, name) for owner in model.modules() for name in owner._buffers)
+        for place, name in [*plain_attributes(model), *buffers]:
+            key, value = (id(place), name), place[name]
+            marks[key] = value, _mark(value)
+            value_before, mark_before = self._marks.get(key, marks[key])
+            if value is not value_before or marks[key][1] != mark_before:
+                self._places[key] = place, name
+                if value is value_before:
+                    self._in_place.add(key)
         self._marks = marks if self._num_seen < self._NUM_FORWARDS else {}
-
-    @staticmethod
-    def _mark(value: Any) -> Any:
-        """Return a mark that differs once the value was changed in place."""
-        if isinstance(value, torch.Tensor):
-            return 0 if value.is_inference() else value._version
-        if isinstance(value, dict):
-            return [(id(key), id(each)) for key, each in value.items()]
-        return [id(each) for each in value] if isinstance(value, list | set) else None
 
 
 class OwnBuffers:
     """Buffers of one module, such as batch norm's statistics, and whether a forward has moved them since."""
 
     def __init__(self, owner: torch.nn.Module):
-        self._owner, self._before = owner, dict(owner._buffers)
-        self._versions = self._now()
-        self._values: dict[str, torch.Tensor] = {}
+        self.places: list[_Place] = [(owner._buffers, name) for name in owner._buffers]
+        self._marks = self._now()
 
-    def _now(self) -> list[tuple[int, int]]:
-        """Return each tensor's identity and write count; batch norm's kernels do not count all of their writes."""
-        buffers = [buffer for buffer in self._owner._buffers.values() if buffer is not None]
-        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
+    def _now(self) -> list[tuple[int, Any]]:
+        return [(id(place.get(name)), _mark(place.get(name))) for place, name in self.places]
 
     def have_moved(self) -> bool:
-        return self._now() != self._versions
-
-    def saved(self) -> "OwnBuffers":
-        """Return the buffers with copies of their present values."""
-        saved = OwnBuffers(self._owner)
-        saved._values = {name: buffer.clone() for name, buffer in saved._before.items() if buffer is not None}
-        return saved
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the saved values, in the tensors that held them."""
-        if self.have_moved():
-            self._owner._buffers.update(self._before)
-            for name, value in self._values.items():
-                self._before[name].copy_(value)  # type: ignore[union-attr]
+        return self._now() != self._marks
 
 
 class ForwardState:
@@ -209,12 +199,9 @@ class ForwardState:
 
     def __init__(self, device: torch.device, moving: Sequence[OwnBuffers] = (), model: torch.nn.Module | None = None):
         self._rng = RngState(device, [] if model is None else generators_in(model))
-        self._buffers = [each.saved() for each in moving]
-        self._attributes = None if model is None else OwnAttributes(model)
+        buffers = [place for each in moving for place in each.places]
+        self._values = SavedValues([*buffers, *(() if model is None else plain_attributes(model))])
 
     def restore(self) -> None:
-        for each in self._buffers:
-            each.restore()
-        if self._attributes is not None:
-            self._attributes.restore()
+        self._values.restore()
         self._rng.restore()
