@@ -265,7 +265,7 @@ class Parts:
         Returns:
             ``log_prob_norm``: of its log-prob, None where it is not known; ``loss_norm``: of its part of the gradient.
         """
-        records, weight = self._recorded, self.step.numerics.weight
+        records, weight = self._recorded, self.step.weight
         pairs = [(index, mask) for index, mask in enumerate(selected) if mask.any()]  # none on the other ranks
         mine = [
             [values[mask].sum().item() for values in self.step.coefficients(index) if values is not None]

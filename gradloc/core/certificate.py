@@ -68,7 +68,7 @@ def verdict_of(
 
 def unit_of(prober: Prober) -> float:
     """Return the relative error of a backward of a few tokens."""
-    return _FINE if prober.step.numerics.dtype == torch.float32 else _UNIT
+    return _FINE if prober.step.dtype == torch.float32 else _UNIT
 
 
 def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, num_tokens: int) -> bool:

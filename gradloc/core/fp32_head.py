@@ -6,7 +6,7 @@ Where the device has them, in its tensor cores: products of half precision are e
 
 import torch
 
-from .forecast import PART
+from .memory_plans import PART
 
 
 def precise_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

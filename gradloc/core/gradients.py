@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from .forecast import HOST_PART, PART
 from .forward_state import ForwardState, OwnBuffers
+from .memory_plans import HOST_PART, PART
 from .precision import Shift
 from .ranks import Ranks
 from .sharding import (

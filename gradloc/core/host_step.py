@@ -50,7 +50,6 @@ class HostStep:
         self._step, self._device, self._num_ranks = step, device, num_ranks
         self._held: dict[str, list[Any]] = {}
         self._unit = 1.0
-        self.numerics = step.numerics
         self.is_scheduled = isinstance(step, Scheduled)
         self.is_by_row = isinstance(step, ByRow) and not self.is_scheduled
         self.has_own_loss = isinstance(step, LossReplay) and step.knows_loss
@@ -75,7 +74,7 @@ class HostStep:
     def coefficients(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return :meth:`.step.Recorded.coefficients` in the present unit, on the host."""
         if "coefficients" not in self._held:
-            records, weight = self._gathered("recorded"), self.numerics.weight / self._unit
+            records, weight = self._gathered("recorded"), self.weight / self._unit
             self._held["coefficients"] = [each.coefficients(weight) for each in records]
         return self._held["coefficients"][micro_batch]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make room for a search in the memory that training leaves, by one of the plans of :mod:`.forecast`, and undo it.
+"""Make room for a search in the memory that training leaves, by one of the plans of :mod:`.memory_plans`, and undo it.
 
 All ranks follow the plan of the one with the least memory.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .forecast import COPIES, GIB, Memory, MemoryNeed, SearchPlan, rounded
 from .gradients import GradientSpace, host_copy
+from .memory_plans import COPIES, GIB, Memory, MemoryNeed, SearchPlan, rounded
 from .sharding import local_shard
 
 _BLOCK = GIB  # per trial allocation, about what a pass allocates at once

@@ -72,7 +72,7 @@ class Prober:
         self.ranks = ranks
         self.num_forwards = 0
         self.num_backwards = 0
-        self.is_wide = self.step.numerics.dtype in HALVES and not space.is_mirrored
+        self.is_wide = self.step.dtype in HALVES and not space.is_mirrored
         """Whether :meth:`forward_for_difference` is in float32 though training is not; until a model refuses."""
         self.routes: dict[int, list[torch.Tensor]] = {}
         """Mixture of experts, by micro-batch: what each top-k of the forward chose, in their order."""
@@ -89,7 +89,7 @@ class Prober:
     @property
     def reduction_error(self) -> float:
         """The relative error of training's sums over ranks, see :meth:`.gradients.GradientSpace.reduction_error`."""
-        return self.space.reduction_error(self.step.num_micro_batches, self.step.numerics.reduces_once)
+        return self.space.reduction_error(self.step.num_micro_batches, self.step.reduces_once)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
         """Run a micro-batch's forward again at the present weights, see :meth:`.step.TrainingStep.forward`."""
@@ -102,7 +102,7 @@ class Prober:
         """Unit roundoff of what a difference of two forwards goes through: products, and weights that are moved."""
         if self.is_wide:  # weights in half precision are moved in float32, too
             return forward_unit(self.space.module)
-        return UNITS.get(self.step.numerics.dtype, UNITS[torch.float32])
+        return UNITS.get(self.step.dtype, UNITS[torch.float32])
 
     def forward_for_difference(self, micro_batch: int) -> Outputs:
         """Run a forward at moved weights, in float32 where the model can.
@@ -245,8 +245,8 @@ class Prober:
         if not self._run(passes, by_row):
             self._is_by_row = by_row = False
             self._run(self.ranks.run_local_synced(prepare))
-        if self.step.numerics.loss_scale != 1.0:
-            self.space.scale(1.0 / self.step.numerics.loss_scale)
+        if self.step.loss_scale != 1.0:
+            self.space.scale(1.0 / self.step.loss_scale)
 
     def _run(self, passes: list[_Pass], by_row: bool = False) -> bool:
         """Run the passes. Return False, with ``.grad`` empty, if rows that ran alone differ from training on any rank,
@@ -302,9 +302,9 @@ class Prober:
         """Note the norm of each micro-batch's gradient in the last pass, if ``.grad`` held their sums meanwhile."""
         for index in micro_batches:
             self.sizes.pop(index, None)
-        if not self._running or self.step.numerics.reduces_once:
+        if not self._running or self.step.reduces_once:
             return
-        running = [squares / self.step.numerics.loss_scale**2 for squares in self._running]
+        running = [squares / self.step.loss_scale**2 for squares in self._running]
         *sizes, missing = estimate_increments(self.space, [*running, self.space.local_squares()])
         if missing < max(sizes):  # with DeepSpeed's ZeRO all of it comes after the last micro-batch
             self.sizes |= {index: size for index, size in zip(micro_batches, sizes, strict=True) if math.isfinite(size)}

@@ -112,7 +112,7 @@ class Recorded:
         gradient reached the log-probs; e_t is None if entropy is no part of the loss.
 
         Args:
-            weight: the step's :attr:`Numerics.weight`.
+            weight: the step's :attr:`TrainingStep.weight`.
         """
         found, entropy = self.log_prob_coefficient, self.entropy_coefficient
         log_prob = torch.zeros_like(self.log_prob) if found is None else found * weight
@@ -169,23 +169,6 @@ def run_backward(outputs: Any, pull: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Numerics:
-    """Precision and units of a step."""
-
-    dtype: torch.dtype = torch.float32
-    """The forward's dtype; weights and gradients may be finer."""
-    loss_scale: float = 1.0
-    """Factor on the loss (fp16), and so on what a backward adds to ``.grad``."""
-    weight: float = 1.0
-    """Turns a recorded coefficient into a derivative of the step's unscaled loss over all ranks: 1 / (ranks x
-    :attr:`loss_scale`) where data-parallel ranks average their gradients."""
-    temperature: float = 1.0
-    """The logits were divided by this."""
-    reduces_once: bool = False
-    """Whether training reduces the gradient over ranks only after the last micro-batch."""
-
-
-@dataclass(frozen=True)
 class Details:
     """Values of a micro-batch that only an event's record shows; None where the trainer does not have them."""
 
@@ -217,7 +200,7 @@ class TrainingStep:
     """
 
     dtype = torch.float32
-    """The forward's dtype."""
+    """The forward's dtype; weights and gradients may be finer."""
     temperature = 1.0
     """The logits were divided by this."""
     is_value = False
@@ -272,13 +255,16 @@ class TrainingStep:
         return False
 
     @property
-    def weight(self) -> float:
-        """The factor from a recorded coefficient to a derivative of the whole step's loss (:attr:`Numerics.weight`)."""
-        return self.backward_factor / self.num_ranks
+    def loss_scale(self) -> float:
+        """The factor on the loss (fp16), and so on what a backward adds to ``.grad``."""
+        return 1.0 / self.backward_factor
 
     @property
-    def numerics(self) -> Numerics:
-        return Numerics(self.dtype, 1.0 / self.backward_factor, self.weight, self.temperature, self.reduces_once)
+    def weight(self) -> float:
+        """The factor from a recorded coefficient to a derivative of the step's unscaled loss over all ranks, which
+        average their gradients.
+        """
+        return self.backward_factor / self.num_ranks
 
     def recorded(self, micro_batch: int) -> Recorded:
         """Return what the training pass left."""
@@ -495,4 +481,4 @@ def typical_sizes(step: Any, micro_batch: int) -> torch.Tensor:
     own = getattr(step, "typical_sizes", None)
     if own is not None:
         return own(micro_batch)
-    return step.recorded(micro_batch).coefficients(step.numerics.weight)[0]
+    return step.recorded(micro_batch).coefficients(step.weight)[0]

@@ -81,7 +81,7 @@ class ReferenceKeeper:
         if self.is_wanted and not is_spike and is_ordinary and make is not None and step.num_micro_batches:
             kept = make()
             if kept is not None:
-                is_whole = not step.numerics.reduces_once and bool(self._squares)
+                is_whole = not step.reduces_once and bool(self._squares)
                 if is_whole:
                     self._measured.append(Measured(norm, self._squares[0], self._squares[-1]))
                 measured = tuple(self._measured) if is_whole else ()

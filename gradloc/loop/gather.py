@@ -136,9 +136,9 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
         head_norm = None if head_square < 0 else math.sqrt(head_square)
         event = _event(context, culprits, parts, head_norm)
         meta = BundleMeta(
-            temperature=step.numerics.temperature,
-            dtype=str(step.numerics.dtype).removeprefix("torch."),
-            loss_scale=step.numerics.loss_scale,
+            temperature=step.temperature,
+            dtype=str(step.dtype).removeprefix("torch."),
+            loss_scale=step.loss_scale,
             has_beside=step.recorded(0).auxiliary_coefficient is not None,
             checkpoint=context.checkpoint,
             fingerprint=weights,

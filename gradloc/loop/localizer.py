@@ -29,10 +29,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..core.actions import Outcome, decide, decide_without_search
-from ..core.forecast import PLANS
 from ..core.gradients import Gradient, GradientSpace
 from ..core.host_step import HostStep, to_host
 from ..core.memory import SearchMemory, StepPeak
+from ..core.memory_plans import PLANS
 from ..core.precision import cast_bytes
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
@@ -212,7 +212,7 @@ class Localizer:
                 self._learn_of_updates(_read(self.updates.open))
             grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
-        loss_scale = self._step.numerics.loss_scale if self.powers.scales_loss else 1.0
+        loss_scale = self._step.loss_scale if self.powers.scales_loss else 1.0
         self._tracker.after_mini_batch(self._space, self._clip_scale(norm), loss_scale, is_spike)
         self._keeper.end(self._step, norm, self.updates.number, is_spike)
         del self._step  # its micro-batches need not live until the next one
@@ -328,14 +328,14 @@ class Localizer:
 
     def _search(self, look: Look) -> SearchResult:
         policy, step, space, ranks = look.policy, look.step, self._space, self.ranks
-        increments = self._tracker.increments(space, ranks, step.numerics.loss_scale)
+        increments = self._tracker.increments(space, ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
         clip_scale = self._clip_scale(look.spike.grad_norm)
         again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
         if again is None and not is_first and isinstance(self._step, LossReplay):
             again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
-        factor = 1.0 / self._step.numerics.loss_scale
+        factor = 1.0 / self._step.loss_scale
         clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
         has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
         given = {**look.limits, "groups": policy.groups}

@@ -54,7 +54,7 @@ def replay(bundle_path: str, model_path: str, strategy: str | None, oracle: bool
         weights = comparison.compare_weights(bundle, space, model_path)
         bar.set_description("gradient")
         step.train()
-        space.scale(1.0 / step.numerics.loss_scale)
+        space.scale(1.0 / step.loss_scale)
         comparison.refuse_nan(bundle, step)
         norm, rule = space.norm(), "fixed" if trigger.kind == Trigger.kind else trigger.kind  # one by hand may not say
         kind = spike_kind(norm, trigger.threshold, rule) or rule

@@ -40,7 +40,7 @@ class _AutoSearch:
         self.others: Gradient | None = None
         """The part of the gradient that passes through no token, if it is as large as a culprit."""
         self.prober.sizes = dict(enumerate(task.increments or ()))
-        self.is_precise = self.prober.step.numerics.dtype == torch.float32  # so that R is the function's own gradient
+        self.is_precise = self.prober.step.dtype == torch.float32  # so that R is the function's own gradient
         self._is_split = False  # whether a part that passes through no token was looked for
 
     def run(self, is_full: bool) -> SearchResult:

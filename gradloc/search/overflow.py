@@ -77,8 +77,8 @@ def rescale_task(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
 
     (largest,) = prober.ranks.max(prober.ranks.run_local_synced(local))
     least = _LARGE
-    if step.numerics.dtype == torch.float16:  # whose range ends at 65,504, and holds the scaled gradient
-        least, largest = 1.0, largest * step.numerics.loss_scale
+    if step.dtype == torch.float16:  # whose range ends at 65,504, and holds the scaled gradient
+        least, largest = 1.0, largest * step.loss_scale
     if not least <= largest < math.inf or not task.can_afford(backwards=step.num_micro_batches):
         return None
     unit = 2.0 ** math.frexp(largest)[1]

@@ -151,7 +151,7 @@ class ShareMeasurement:
         """Measure at a step that a pilot settles: on each rank the micro-batch with its largest coefficient."""
         prober, known = self.prober, self.known
         self.rounding = _ROUNDING * prober.unit
-        is_float = prober.step.numerics.dtype == torch.float32
+        is_float = prober.step.dtype == torch.float32
         self.training_unit = UNITS[torch.float32 if is_float else torch.bfloat16]
         # where the errors of rounding and of curvature, rounding / r + _CURVATURE r^2, are least
         self.target = max(_LEAST_RESPONSE, (self.rounding / (2 * _CURVATURE)) ** (1 / 3))
@@ -159,7 +159,7 @@ class ShareMeasurement:
         rest = [index for index in self.micro_batches if index != pilot]
         parts = [[pilot], rest] if known is None and rest else [list(self.micro_batches)]
         found: Found = {}
-        with MovedWeights(prober.space, prober.step.numerics.dtype, is_wide=prober.is_wide) as weights:
+        with MovedWeights(prober.space, prober.step.dtype, is_wide=prober.is_wide) as weights:
             for number, part in enumerate(parts):
                 read, step = self._settled(weights, step, part, is_first=number == 0 and known is None)
                 found |= read

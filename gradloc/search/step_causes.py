@@ -279,7 +279,7 @@ def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
     prober.add(others, alpha=-1.0)
     from_tokens = space.squares_by_name()
     tokens_norm = math.fsum(from_tokens.values()) ** 0.5
-    bound = torch.finfo(prober.step.numerics.dtype).eps * others_norm  # the backward added both up and rounded the sum
+    bound = torch.finfo(prober.step.dtype).eps * others_norm  # the backward added both up and rounded the sum
     why = (
         f"a part of the gradient, of norm {number(others_norm, 3)}, passes through no token's log-prob or entropy; the "
         f"tokens' part has norm {number(tokens_norm, 3)} (within {number(bound, 2)})"

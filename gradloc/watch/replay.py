@@ -69,7 +69,7 @@ def hold_against(
     total = float(given.sum())
     apart = math.sqrt(float(off.sum()) / total) if total > 0 else 0.0
     step.apart = math.sqrt(float((off / factors**2).sum()))
-    if not apart <= SAME.get(step.numerics.dtype, SAME[torch.float32]):
+    if not apart <= SAME.get(step.dtype, SAME[torch.float32]):
         is_spike = not step.apart <= threshold
         _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike)
     if tap.replaced is not None:

@@ -234,7 +234,7 @@ class TapStep(LoopStep):
         """Return about |d loss / d log_prob| (B, T'), on the host: exact where the loop gives its log-probs, else from
         the norm of dL/dh."""
         if self.has_log_probs:
-            return self.recorded(micro_batch).coefficients(self.numerics.weight)[0]
+            return self.recorded(micro_batch).coefficients(self.weight)[0]
         on_host = self.micro_batches[micro_batch].on_host
         return on_host.get("typical", on_host["coefficient"]) / self.num_ranks
 
@@ -514,7 +514,7 @@ class TapStep(LoopStep):
 
     def loss_weights(self, micro_batch: int) -> torch.Tensor:
         """Return minus d loss / d log_prob (B, T') on the host, as in a mean over all ranks' tokens."""
-        return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.numerics.weight
+        return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.weight
 
     def all_rows(self) -> Rows:
         """Return all columns of the rows that an event may show, on the host; see :func:`~..loop.batch.joined`."""

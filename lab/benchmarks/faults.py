@@ -221,7 +221,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
             stack.enter_context(_megatron(TRAINERS[name]))
         if fault.place in COPIES:  # as if memory were short
             places = PLACES | COPIES
-            stack.enter_context(mock.patch("gradloc.core.forecast.MemoryNeed.cheapest_plan", lambda *_: 2))
+            stack.enter_context(mock.patch("gradloc.core.memory_plans.MemoryNeed.cheapest_plan", lambda *_: 2))
         if fault.place in SAVES:
             places = PLACES | SAVES
             overrides.append(f"{_ACTOR}.gradloc.evidence.checkpoint=before_step")

@@ -8,7 +8,8 @@ import statistics
 
 import pytest
 
-from gradloc.core.forecast import MODELS, PINNING, PLANS
+from gradloc.core.memory_plans import PLANS
+from gradloc.forecast import MODELS, PINNING
 from lab.benchmarks.counter import DeviceCounter
 from lab.benchmarks.gpu import __main__ as gpu
 from lab.benchmarks.gpu import cells, forecast

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradloc.core.forecast import Memory
+from gradloc.core.memory_plans import Memory
 
 
 class Card(TorchDispatchMode):

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradloc.config import EvidenceConfig, GradLocConfig
 from gradloc.core import memory
-from gradloc.core.forecast import MemoryNeed
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.memory_plans import MemoryNeed
 from gradloc.core.ranks import Ranks
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.messages import Policy

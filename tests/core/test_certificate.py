@@ -9,7 +9,6 @@ import torch
 
 from gradloc.core.certificate import Removal, verdict_of
 from gradloc.core.ranks import Ranks
-from gradloc.core.step import Numerics
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_without_culprits_the_norm_is_what_it_was_and_the_reason_says_why(norm_b
 def prober_of(dtype=torch.float32, rounding=0.0, reduction_error=0.0, **known):
     """Of four micro-batches with five tokens each."""
     step = SimpleNamespace(
-        numerics=Numerics(dtype), num_micro_batches=4, token_mask=lambda index: torch.ones(1, 5, dtype=torch.bool)
+        dtype=dtype, num_micro_batches=4, token_mask=lambda index: torch.ones(1, 5, dtype=torch.bool)
     )
     space = SimpleNamespace(rounding=rounding, **known)
     return SimpleNamespace(step=step, space=space, ranks=Ranks(), reduction_error=reduction_error)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from gradloc.core.forecast import PLANS
+from gradloc.core.memory_plans import PLANS
 from tests.toy_model.faults import PLACES
 from tests.world import RankError, World
 

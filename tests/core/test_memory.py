@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gradloc.core import forecast, gradients, memory
-from gradloc.core.forecast import PLANS, Memory, MemoryNeed
+from gradloc.core import gradients, memory, memory_plans
 from gradloc.core.gradients import GradientSpace, in_parts
 from gradloc.core.memory import SearchMemory, StepPeak, idle_bytes
+from gradloc.core.memory_plans import PLANS, Memory, MemoryNeed
 from gradloc.core.ranks import Ranks
 from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
@@ -75,7 +75,7 @@ def test_moving_weights_takes_so_many_bytes_for_each_element_of_a_part(monkeypat
     with MovedWeights(space, torch.bfloat16) as weights:
         taken = peak_of(lambda: weights.move(direction, 1e-3)) / 2**18
     print(f"{taken:.1f} bytes an element")
-    assert forecast.SCRATCH_BYTES / 2 < taken <= forecast.SCRATCH_BYTES
+    assert memory_plans.SCRATCH_BYTES / 2 < taken <= memory_plans.SCRATCH_BYTES
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_step_on_the_host_says_what_the_step_says_and_asks_it_once():
         details, own = host.details(index), step.recorded(index)
         pairs = [(host.token_mask(index), step.token_mask(index)), (host.token_weights(index), details.weights)]
         pairs += [(getattr(details, name), getattr(step.details(index), name)) for name in ("old_log_prob", "weights")]
-        pairs += zip(host.coefficients(index), own.coefficients(step.numerics.weight), strict=True)
+        pairs += zip(host.coefficients(index), own.coefficients(step.weight), strict=True)
         pairs.append((host.kl_coefficients(index), kl_coefficients(step, index)))
         with torch.no_grad():
             pairs += zip(host.forward(index, True), step.forward(index, True), strict=True)

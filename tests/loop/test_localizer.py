@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gradloc.config import ActionConfig, GradLocConfig, SearchConfig
-from gradloc.core.forecast import PLANS, MemoryNeed
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.memory_plans import PLANS, MemoryNeed
 from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer

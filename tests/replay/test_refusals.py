@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from gradloc.core.forecast import Memory
+from gradloc.core.memory_plans import Memory
 from tests.replay.conftest import edit_meta, edit_tensors
 
 

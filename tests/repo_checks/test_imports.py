@@ -20,6 +20,7 @@ RANKS = {
     "record": 0,
     "core": 1,
     "search": 2,
+    "forecast": 2,
     "fault": 3,
     "explain": 1,
     "notify": 3,

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from gradloc.core.forecast import MODELS
+from gradloc.forecast import MODELS
 from gradloc.report.cli import main
 from gradloc.report.shell import overrides_in
 from gradloc.search.limit import Limit

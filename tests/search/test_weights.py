@@ -10,7 +10,7 @@ from gradloc.core.forward_state import RngState
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import LostRank, Ranks
-from gradloc.core.step import Numerics, Outputs, Recorded
+from gradloc.core.step import Outputs, Recorded
 from gradloc.search.weights import MovedWeights, forward_on_routes, has_experts, hold_routes
 
 
@@ -52,7 +52,7 @@ def test_tokens_go_where_the_routers_sent_them_before_the_weights_moved(way):
     inputs = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])]
 
     class Step:
-        num_micro_batches, numerics = 2, Numerics()
+        num_micro_batches, dtype = 2, torch.float32
 
         def recorded(self, index: int) -> Recorded:
             return Recorded(RngState(torch.device("cpu")))

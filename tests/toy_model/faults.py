@@ -15,8 +15,8 @@ import torch.distributed as dist
 from gradloc.config import ActionConfig, EvidenceConfig, GradLocConfig
 from gradloc.core import memory
 from gradloc.core import ranks as core_ranks
-from gradloc.core.forecast import PLANS, Memory, MemoryNeed
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.memory_plans import PLANS, Memory, MemoryNeed
 from gradloc.core.ranks import Ranks
 from gradloc.core.sharding import local_shard
 from gradloc.loop.localizer import Localizer

@@ -185,13 +185,13 @@ def own_loss(overrides: list[str], dump_dir: str, edits: dict[str, list[tuple[in
         step, exact, precise = hook._step, [], []
         for index in range(step.num_micro_batches):
             tensors = {named(name): other.batch[name][step.rows(index)] for name in edits}
-            exact += step.recorded_under(index, {}, tensors).coefficients(step.numerics.weight)
+            exact += step.recorded_under(index, {}, tensors).coefficients(step.weight)
             precise += [each / hook.ranks.size for each in step.coefficients_under(index, {}, tensors)[:2]]
         return exact, precise
 
     def left(hook, saved, clip, prober, spike):
         step = hook._step
-        found = (step.recorded(i).coefficients(step.numerics.weight) for i in range(step.num_micro_batches))
+        found = (step.recorded(i).coefficients(step.weight) for i in range(step.num_micro_batches))
         return [each for pair in found for each in pair]
 
     def measured(measure, batch):

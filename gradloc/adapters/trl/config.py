@@ -16,7 +16,7 @@ from typing import Any
 from ...analysis.config import Analyses, taken_from
 from ...checks import require
 from ...config import GradLocConfig, settings_without_verl
-from ...core.forecast import Layout, Load, Plan
+from ...forecast import Layout, Load, Plan
 from ...health.config import HealthConfig
 from ...private_api import differences
 from ...record import ACTIONS

@@ -14,7 +14,7 @@ from verl.utils.device import get_device_id
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.parts import BUCKET_KEY
-from ...core.forecast import logit_bytes
+from ...core.memory_plans import logit_bytes
 from ...core.ranks import Ranks
 from ...core.step import ByRow, Details, LossReplay, Outputs, backward_factor
 from ...keys import ROW_KEY

@@ -10,7 +10,7 @@ Shapes: B rows of the micro-batch, T response positions, N positions.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,14 +26,13 @@ from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from ...analysis.parts import BUCKET_KEY
-from ...core.forecast import logit_bytes
+from ...core.memory_plans import logit_bytes
 from ...core.ranks import Ranks
 from ...core.step import (
     NUM_TOKENS,
     ByRow,
     Details,
     MicroBatch,
-    Numerics,
     Outputs,
     Recorded,
     backward_factor,
@@ -158,8 +157,8 @@ class EngineStep(ActorLoss, ByRow):
     # ---- what the search may ask
 
     @property
-    def numerics(self) -> Numerics:
-        return replace(super().numerics, temperature=float(self.micro_batches[0].inputs["temperature"]))
+    def temperature(self) -> float:  # type: ignore[override]
+        return float(self.micro_batches[0].inputs["temperature"])
 
     @property
     def reduces_once(self) -> bool:
@@ -232,7 +231,7 @@ class EngineStep(ActorLoss, ByRow):
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
         has_entropy = tu.get_non_tensor_data(data=first, key="calculate_entropy", default=False)
         is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
-        each = logit_bytes(self.numerics.temperature != 1, is_whole)
+        each = logit_bytes(self.temperature != 1, is_whole)
         return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
 
     @property

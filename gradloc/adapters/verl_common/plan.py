@@ -5,7 +5,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ...core.forecast import Layout, Load, Plan, logit_bytes
+from ...core.memory_plans import logit_bytes
+from ...forecast import Layout, Load, Plan
 
 _PROCESS = "actor_rollout_ref.actor"
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from ...core.forecast import MODELS, PLANS, Forecast, Model, Plan, forecast, model_of
+from ...core.memory_plans import PLANS
 from ...explain.text import one_line, plural
+from ...forecast import MODELS, Forecast, Model, Plan, forecast, model_of
 from ...record.files import SETTINGS, is_larger, read_bytes, read_json
 from ...search.limit import Limit
 from .. import output

@@ -27,7 +27,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 import torch
 import torch.distributed as dist
 
-from gradloc.core.forecast import PLANS
+from gradloc.core.memory_plans import PLANS
 from lab.benchmarks.gpu import cells, forecast
 from lab.benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
 from lab.benchmarks.run import as_typed, digest, parser, write

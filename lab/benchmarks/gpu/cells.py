@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradloc.core.forecast import PLANS, SearchPlan
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.memory import SearchMemory, StepPeak
+from gradloc.core.memory_plans import PLANS, SearchPlan
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker

@@ -9,7 +9,8 @@ Float32 master weights, gradients and Adam, sharded by FSDP2 over all GPUs; grad
 import itertools
 from collections.abc import Iterator, Sequence
 
-from gradloc.core.forecast import MODELS, PLANS, Forecast, Layout, Load, Model, forecast
+from gradloc.core.memory_plans import PLANS
+from gradloc.forecast import MODELS, Forecast, Layout, Load, Model, forecast
 from lab.output import table
 
 CARD = 79.6 * 2**30

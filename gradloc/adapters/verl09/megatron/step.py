@@ -25,9 +25,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.pipeline_parallel import make_batch_generator
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 
-from ....core.forecast import logit_bytes
 from ....core.forward_state import RngState
 from ....core.fp32_head import precise_linear
+from ....core.memory_plans import logit_bytes
 from ....core.ranks import LostRank
 from ....core.step import Outputs, Recorded, Scheduled
 from ....private_api import replaced

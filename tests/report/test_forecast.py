@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from gradloc.core.forecast import COPIES, MODELS, PCIE, PINNING, PLANS, Layout, Load, forecast, model_of
+from gradloc.core.memory_plans import COPIES, PLANS
+from gradloc.forecast import MODELS, PCIE, PINNING, Layout, Load, forecast, model_of
 from tests.world import World
 
 BASE = {
