@@ -173,7 +173,7 @@ def _first_norm(case: _Case) -> float:
         if case.clues.factor is not None and factors:
             case.evidence["usual_factor"] = statistics.median(factors)
         if squares[-2] > 0:
-            return math.sqrt(squares[-2]) / reference.step.numerics.loss_scale
+            return math.sqrt(squares[-2]) / reference.step.loss_scale
     return reference.norm / reference.num_micro_batches**_GROWTH / (case.clues.factor or 1.0)
 
 
@@ -393,7 +393,7 @@ def _measure_usual_update(case: _Case, label: str, times: float) -> None:
 def _mechanism(case: _Case, times: float) -> tuple[str, str]:
     """Return the label of what made the last update this large, and the end of the sentence that says so."""
     updates, evidence = case.clues.updates, case.evidence
-    (rate, _), (usual_rate, _) = updates.movements.settings[-1], updates.movements.usual_settings()
+    rate, (usual_rate, _) = updates.movements[-1].rate, updates.movements.usual_settings()
     rate_times = rate / usual_rate if usual_rate > 0 else 1.0
     evidence |= {"learning_rate": rate, "learning_rate_times": rate_times}
     if rate_times >= UNUSUAL and times / rate_times < _SPREAD:
@@ -479,7 +479,7 @@ def _growth_fault(case: _Case, is_loud: bool) -> Fault:
         which = f"the update of step {since}" if len(far) == 1 else f"{plural(len(far), 'update')} since step {since}"
         why = f"{who} spikes at the weights that {which} left, up to {number(times, 3)} times as far as usual"
         case.evidence["moved_times"] = times
-    steps = [moved for number, moved in updates.movements.steps if number >= since]
+    steps = [each.relative for each in updates.movements if each.number >= since]
     if usual is not None and steps:
         times_usual = torch.stack(steps).mean(0) / usual.clamp(min=1e-60)
         names = tuple(updates.names[index] for index in _largest(times_usual))

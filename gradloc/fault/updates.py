@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,28 +55,35 @@ class OptimizerStep:
     """Numbers of the parameters without a gradient, which it left alone."""
 
 
-@dataclass
-class Movements:
-    """The movement of the steps so far, on this process."""
+class Movement(NamedTuple):
+    """What one step did, on this process."""
 
-    steps: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Each step's number and |dw| / |w| of each parameter, float64 (num_params,)."""
-    sizes: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """|dw| / |w| of all parameters together, for each step."""
-    settings: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Their largest learning rates, and weight decays."""
-    outside: deque[tuple[int, list[tuple[int, float]]]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Parameters whose norms changed before a step, outside of the optimizer, and by which factor, by step."""
+    number: int
+    """The trainer's number of the step."""
+    relative: torch.Tensor
+    """|dw| / |w| of each parameter, float64 (num_params,)."""
+    size: float
+    """|dw| / |w| of all parameters together."""
+    rate: float
+    """The largest learning rate of its groups."""
+    decay: float
+    """Their largest weight decay."""
+    changed: list[tuple[int, float]]
+    """Parameters whose norms changed after it, outside of the optimizer, and by which factor."""
+
+
+class Movements(deque[Movement]):
+    """The last steps."""
 
     def usual_settings(self) -> tuple[float, float]:
         """Return the medians of the learning rate and of weight decay over the steps before the last."""
-        before = [*self.settings][:-1] or [(0.0, 0.0)]
+        before = [(each.rate, each.decay) for each in self][:-1] or [(0.0, 0.0)]
         rate, decay = (statistics.median_low(each) for each in zip(*before, strict=True))
         return rate, decay
 
     def usual(self) -> torch.Tensor | None:
         """Return the median movement of each parameter over the steps before the last; None without enough."""
-        before = [moved for _, moved in self.steps][:-1]
+        before = [each.relative for each in self][:-1]
         return torch.stack(before).median(0).values if len(before) >= _LEAST else None
 
 
@@ -103,7 +110,7 @@ class Updates:
         self.number = 0
         """The number of the step that is being made."""
         self.last: OptimizerStep | None = None
-        self.movements = Movements()
+        self.movements = Movements(maxlen=_WINDOW)
         self.names: list[str] = []
         self._params: list[torch.nn.Parameter] = []
         self._places: list[slice] = []
@@ -148,7 +155,7 @@ class Updates:
         if self._handle is not None:
             self._handle.remove()
         self._optimizer = self._handle = self.last = self._pending = None
-        self._params, self._shards, self._open, self.movements = [], [], [], Movements()
+        self._params, self._shards, self._open, self.movements = [], [], [], Movements(maxlen=_WINDOW)
 
     # ---- a healthy step
 
@@ -225,17 +232,17 @@ class Updates:
 
     def _learn(self, done: OptimizerStep, answer: torch.Tensor) -> str:
         moved, weights, then, now = answer.double().view(4, -1)
-        movements, known = self.movements, [*self.movements.sizes]
+        movements, known = self.movements, [each.size for each in self.movements]
         relative, size = moved / weights.clamp(min=_TINY), float(moved.norm() / weights.norm().clamp(min=_TINY))
         pairs = zip(then.tolist(), now.tolist(), strict=True)
         changed = ((index, pair) for index, pair in enumerate(pairs) if abs(pair[1] - pair[0]) > _OUTSIDE * pair[0])
         outside = [(index, after / before if before > 0 else math.inf) for index, (before, after) in changed]
-        are_rare = sum(bool(each) for _, each in movements.outside) * 2 <= len(movements.outside)
-        movements.steps.append((done.number, relative))
-        movements.sizes.append(size)
-        rates, decays = ([_number(group.get(name, 0.0)) for group in done.groups] for name in ("lr", "weight_decay"))
-        movements.settings.append((max(rates, default=0.0), max(decays, default=0.0)))
-        movements.outside.append((done.number, outside))
+        are_rare = sum(bool(each.changed) for each in movements) * 2 <= len(movements)
+        rate, decay = (
+            max((_number(group.get(name, 0.0)) for group in done.groups), default=0.0)
+            for name in ("lr", "weight_decay")
+        )
+        movements.append(Movement(done.number, relative, size, rate, decay, outside))
         if outside and are_rare and len(known) >= _LEAST:
             index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], _TINY))))
             return (
@@ -258,7 +265,7 @@ class Updates:
         if not ranks.all(usual is not None):
             return None
         assert usual is not None
-        last = self.movements.steps[-1][1]
+        last = self.movements[-1].relative
         mine = torch.where(usual > 0, last / usual.clamp(min=_TINY), torch.ones_like(last))
         by_rank = torch.stack([torch.tensor(each, dtype=torch.float64) for each in ranks.gather(mine.tolist())])
         return by_rank.median(0).values
@@ -272,11 +279,12 @@ class Updates:
             ranks: all.
             since: number of the first step to look at.
         """
-        movements, found = self.movements, list[tuple[int, float]]()
-        if len(movements.sizes) > _LEAST:
-            usual = max(statistics.median(movements.sizes), _TINY)
-            each = ((number, size / usual) for (number, _), size in zip(movements.steps, movements.sizes, strict=True))
-            found = [(number, times) for number, times in [*each][-_LEAST:] if times >= FAR and number >= since]
+        found = list[tuple[int, float]]()
+        if len(self.movements) > _LEAST:
+            usual = max(statistics.median(each.size for each in self.movements), _TINY)
+            recent = [*self.movements][-_LEAST:]
+            times = ((each.number, each.size / usual) for each in recent if each.number >= since)
+            found = [(number, factor) for number, factor in times if factor >= FAR]
         return ranks.broadcast_from(0, found)
 
     def outside(self, ranks: Ranks) -> tuple[int, dict[str, float]] | None:
@@ -285,13 +293,13 @@ class Updates:
 
         All ranks call this together.
         """
-        known = [*self.movements.outside]
-        rare = sum(bool(each) for _, each in known[:-_LEAST]) * 4 <= max(len(known) - _LEAST, 0)
+        before, recent = [*self.movements][:-_LEAST], [*self.movements][-_LEAST:]
+        is_usual = sum(bool(each.changed) for each in before) * 4 > len(before)
         found: dict[int, float] = {}
         first = -1
-        for step, each in known[-_LEAST:] if rare else []:
-            for index, factor in each:
-                first = step if first < 0 else first
+        for each in [] if is_usual else recent:
+            for index, factor in each.changed:
+                first = each.number if first < 0 else first
                 found[index] = found.get(index, 1.0) * factor
         gathered = ranks.gather((first, found))
         joined: dict[str, float] = {}
