@@ -26,11 +26,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PATIENCE_S = 40.0  # how long a failed rank waits for news of its peers, at most one pass behind: all end in a minute
-_MEET_EVERY_S = 10.0  # how often ranks meet while one of them writes
-_LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed
+_PATIENCE_S = 40.0  # how long a rank waits for peers that may have failed, at most one pass behind: all end in a minute
+_LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed, or is done
 _ASK_EVERY_S = 0.1  # how often a rank that can do nothing else asks the process group's store
-_CONNECT_S = 30.0  # how long processes try to connect a group of their own; one that works takes well under a second
 _groups = itertools.count(1)  # numbers the calls of host_group(), alike on all ranks
 _calls = itertools.count(1)  # numbers the calls of run_collective(), alike on all ranks, for keys in the store
 
@@ -48,11 +46,11 @@ def host_group() -> Any | None:
 
     A trainer whose only group is the device's would have small messages wait for the device, and take memory there. But
     gloo connects every process with every other over an interface that NCCL never needed: where some cannot be reached
-    in half a minute, all go on with the device's group. All processes call this together.
+    in 40 seconds, all go on with the device's group. All processes call this together.
     """
     if not dist.is_initialized() or distributed_c10d._get_object_coll_device(None) == "cpu":
         return None
-    made, error = _attempt(lambda: _connected(timedelta(seconds=_CONNECT_S)))
+    made, error = _attempt(lambda: _connected(timedelta(seconds=_PATIENCE_S)))
     if _is_everywhere(made is not None):
         distributed_c10d._set_pg_timeout(distributed_c10d._get_default_timeout(dist.Backend("gloo")), made)
         return made
@@ -76,7 +74,7 @@ def _is_everywhere(flag: bool) -> bool:
     """Return whether the flag is set on all processes, by the default group's store: no collective is needed."""
     store, key = _store(), f"gradloc/group/{next(_groups)}"
     store.add(f"{key}/set", int(flag))
-    num_answers, deadline = store.add(key, 1), time.monotonic() + 2 * _CONNECT_S
+    num_answers, deadline = store.add(key, 1), time.monotonic() + 2 * _PATIENCE_S
     while num_answers < dist.get_world_size() and time.monotonic() < deadline:
         time.sleep(_ASK_EVERY_S)
         num_answers = store.add(key, 0)
@@ -204,7 +202,7 @@ class Ranks:
         worker = threading.Thread(target=lambda: found.append(_attempt(local)), daemon=True)
         worker.start()
         while not self.all(bool(found)):
-            worker.join(_MEET_EVERY_S)
+            worker.join(_LOOK_EVERY_S)
 
         def settled() -> T:
             result, error = found[0]

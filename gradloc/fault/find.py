@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from ..core.history import UNUSUAL
 from ..core.probe import Prober
 from ..core.sharding import local_shard
 from ..explain.faults import is_new_since_update
@@ -32,6 +31,7 @@ from ..record import Fault, PathEntry
 from ..search.step_causes import MOST_NAMES, fault_result
 from ..search.task import SearchResult, Task
 from ..search.weights import MovedWeights
+from ..trigger.history import UNUSUAL
 from .attention import LARGE_LOGIT, AttentionLogits
 from .reference import Reference
 from .updates import Updates

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..core.history import NormHistory, Recent, middle
+from ..trigger.history import NormHistory, Recent, middle
 
 _NOISE_FLOOR = 0.02  # of the level: a reward that was constant has no noise, and a wobble is no collapse
 

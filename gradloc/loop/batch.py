@@ -127,7 +127,7 @@ class BatchView:
 
 
 def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, float]:
-    """Return a few robust numbers of a batch, for :class:`~..core.history.ScaleHistory`.
+    """Return a few robust numbers of a batch, for :class:`~..trigger.history.ScaleHistory`.
 
     Args:
         batch: the whole.

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.actions import Outcome
-from ..core.history import ScaleHistory
-from ..core.trigger import AdaptiveThreshold, fixed_threshold
 from ..mismatch.steps import StepJudge
 from ..notify.notifier import Notifier
 from ..record import Run
+from ..trigger import AdaptiveThreshold, fixed_threshold
+from ..trigger.history import ScaleHistory
+from .actions import Outcome
 from .batch import BatchView, batch_scale
 from .messages import Policy, RankReport
 from .metrics import metrics_of

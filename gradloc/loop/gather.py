@@ -17,7 +17,6 @@ from ..core.gradients import GradientSpace
 from ..core.host_step import HostStep
 from ..core.ranks import Ranks
 from ..core.selection import mask_without
-from ..core.trigger import Spike
 from ..record import (
     Action,
     BatchStatistics,
@@ -34,6 +33,7 @@ from ..record.bundle import BundleMeta, Sequence
 from ..record.columns import OF_A_TOKEN, exp
 from ..search.step_causes import NOTABLE_SHARE
 from ..search.task import SearchResult, Span
+from ..trigger import Spike
 from .fingerprint import fingerprint
 from .layers import kind_of, layer_history, layer_of, names_for_layers, norms_by
 

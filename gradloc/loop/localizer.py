@@ -6,7 +6,7 @@
 2. *Detect* (``before_step``): all ranks compare the norm with the policy that the driver sent.
 3. *Set aside* training's gradient, so that it comes back bit for bit whatever follows, and *make room* for a search.
 4. *Search* for the tokens, and certify the norm without them (``..search.find.localize``).
-5. *Decide* what becomes of the step (``..core.actions``).
+5. *Decide* what becomes of the step (``.actions``).
 6. *Act*: put the gradient that the step takes into ``.grad``.
 7. *Gather* what the ranks know of the event (``.gather``); the driver completes and writes it. The step is settled
    then, so a record that fails costs nothing but itself.
@@ -28,7 +28,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..core.actions import Outcome, decide, decide_without_search
 from ..core.gradients import Gradient, GradientSpace
 from ..core.host_step import HostStep, to_host
 from ..core.memory import SearchMemory, StepPeak
@@ -38,7 +37,6 @@ from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
 from ..core.step import LossReplay, Scheduled, TrainingStep, has_finite_loss, typical_sizes
 from ..core.tracker import NormTracker, median_size
-from ..core.trigger import Spike
 from ..explain.text import plural
 from ..fault.find import Clues, find_broken_link
 from ..fault.reference import ReferenceKeeper, following
@@ -48,6 +46,8 @@ from ..search.cures import records_under
 from ..search.find import localize
 from ..search.step_causes import diverged_params
 from ..search.task import SearchResult
+from ..trigger import Spike
+from .actions import Outcome, decide, decide_without_search
 from .gather import RawEvent, SpikeContext, raw_event
 from .layers import head_square
 from .messages import Policy, RankReport

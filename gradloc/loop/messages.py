@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.actions import Outcome
 from ..core.step import Groups
-from ..core.trigger import Spike, spike_kind
 from ..record import History, Step
+from ..trigger import Spike, spike_kind
+from .actions import Outcome
 from .gather import RawEvent
 
 
@@ -34,7 +34,7 @@ class Policy:
     stage: str | None = None
     """The one of Lopti's two updates of the step; None for the only one."""
     typical: dict[str, tuple[float, float]] | None = None
-    """Typical numbers of the run's own batches, by name: see :meth:`~..core.history.ScaleHistory.typical`."""
+    """Typical numbers of the run's own batches, by name: see :meth:`~..trigger.history.ScaleHistory.typical`."""
     groups: Groups | None = None
     """The making of the batch's advantages, for settings that change them; None where no spike needs it."""
     update: int = 0

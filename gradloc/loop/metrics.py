@@ -5,9 +5,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ..core.trigger import spike_kind
 from ..explain.cures import healer
 from ..record import Event
+from ..trigger import spike_kind
 from .messages import Policy, RankReport
 
 _TAKEN = ("mask", "heal", "skip", "abort")

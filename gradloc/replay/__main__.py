@@ -21,7 +21,6 @@ from tqdm import tqdm
 from ..core.gradients import GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import Ranks
-from ..core.trigger import Spike, spike_kind
 from ..explain.numbers import bounded, number
 from ..explain.text import printable
 from ..notify.background import error_text
@@ -31,6 +30,7 @@ from ..record.store import plain
 from ..search.find import localize
 from ..search.limit import BUDGET, MAX_CULPRITS, STRATEGIES, Limit
 from ..search.task import Task
+from ..trigger import Spike, spike_kind
 from . import comparison
 from .bundle import ReplayError, check, read_bundle
 from .model import load

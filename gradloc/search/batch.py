@@ -12,8 +12,8 @@ likelihood, the advantage for a policy's loss.
 import math
 from collections.abc import Sequence
 
-from ..core.history import UNUSUAL
 from ..record import Certificate
+from ..trigger.history import UNUSUAL
 from .candidates import compute_pulls, find_usual_pulls, sum_products
 from .share import ShareMap
 from .task import Span, Task

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from ..core.history import UNUSUAL
 from ..core.tracker import median_size
+from ..trigger.history import UNUSUAL
 from .share import ShareMap, shrunk
 from .task import CULPRIT_SHARE, Span, Task
 

@@ -18,8 +18,8 @@ from ..core.host_step import HostStep
 from ..core.probe import Prober
 from ..core.ranks import Ranks
 from ..core.step import Groups, TrainingStep
-from ..core.trigger import Spike
 from ..record import Certificate, Fault, Rerun
+from ..trigger import Spike
 from .auto import auto, share
 from .bisect import bisect
 from .cures import try_cures
@@ -73,7 +73,7 @@ def localize(
         spike: why the step is searched, and the thresholds.
         clip_scale: the factor that clipping applied; in (0, 1].
         increments: about the norm of each micro-batch's own gradient; None if it was not tracked.
-        typical: what is usual in this run, from :meth:`..core.history.ScaleHistory.typical`.
+        typical: what is usual in this run, from :meth:`..trigger.history.ScaleHistory.typical`.
         strategy: one of ``STRATEGIES``.
         max_steps: limit of the search in this run's own updates, both in passes and in time.
         update_seconds: how long the step's micro-batches took; None if unknown.

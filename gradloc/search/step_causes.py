@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.certificate import REPLAY_TOLERANCE, verdict_of
 from ..core.gradients import Gradient, GradientSpace, total_of
-from ..core.history import excess
 from ..core.ranks import PeerFailure, Ranks
 from ..core.sharding import plain_name
 from ..core.step import typical_sizes
@@ -30,6 +29,7 @@ from ..core.tracker import median_size
 from ..explain.numbers import number
 from ..explain.text import plural
 from ..record import Certificate, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
+from ..trigger.history import excess
 from .candidates import TINY
 from .share import ShareMap, ShareMeasurement
 from .task import SearchResult, Task
@@ -121,7 +121,7 @@ def find_batch_independent_cause(task: Task, reran: Rerun | None) -> SearchResul
 def find_loss_cause(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
     """Return the result if the loss of the whole batch or of padding made the spike; else None.
 
-    ``typical`` is from :meth:`..core.history.ScaleHistory.typical`.
+    ``typical`` is from :meth:`..trigger.history.ScaleHistory.typical`.
     """
     return scaled_batch(task, typical) if math.isfinite(task.spike.grad_norm) else _padding(task)
 

@@ -12,8 +12,8 @@ from ..core.gradients import Gradient
 from ..core.probe import Prober
 from ..core.selection import Token
 from ..core.step import only
-from ..core.trigger import Spike
 from ..record import Certificate, Cured, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
+from ..trigger import Spike
 from .limit import PROBE, Limit
 from .share import Readout, ShareMap
 

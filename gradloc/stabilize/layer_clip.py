@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.history import NormHistory
+from ..trigger.history import NormHistory
 from .config import LayerClipConfig
 
 _CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_

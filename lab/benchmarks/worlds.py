@@ -132,8 +132,8 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
     from gradloc.core.ranks import Ranks
     from gradloc.core.sharding import local_shard
     from gradloc.core.tracker import NormTracker
-    from gradloc.core.trigger import Spike
     from gradloc.search.find import localize
+    from gradloc.trigger import Spike
     from tests.toy_model import Loss, Oracle, ToyStep, shard
 
     plan, draw, started = plan_of(seed, precision), random.Random(seed + 1), time.perf_counter()

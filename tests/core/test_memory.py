@@ -14,9 +14,9 @@ from gradloc.core.gradients import GradientSpace, in_parts
 from gradloc.core.memory import SearchMemory, StepPeak, idle_bytes
 from gradloc.core.memory_plans import PLANS, Memory, MemoryNeed
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from gradloc.search.weights import MovedWeights
+from gradloc.trigger import Spike
 from tests.toy_model import ToyStep, build, random_batch
 
 GIB = 2**30

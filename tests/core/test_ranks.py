@@ -36,7 +36,7 @@ def test_whose_own_part_failed_is_told_with_why():
 
 
 def test_what_takes_long_runs_beside_meetings_of_all_ranks(monkeypatch):
-    monkeypatch.setattr(ranks_module, "_MEET_EVERY_S", 0.01)
+    monkeypatch.setattr(ranks_module, "_LOOK_EVERY_S", 0.01)
     ranks, met = Ranks(), []
     monkeypatch.setattr(ranks, "all", lambda flag: met.append(flag) or flag)
     assert ranks.run_slowly_synced(lambda: time.sleep(0.1) or "written") == "written"
@@ -106,7 +106,7 @@ def _connects(rank, folder, broken):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if rank == broken:
         os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
-    ranks_module._CONNECT_S = 3.0
+    ranks_module._PATIENCE_S = 3.0
     distributed_c10d._get_object_coll_device = lambda group: "cuda" if group is None else "cpu"
     made = ranks_module.host_group()
     total = torch.ones(1)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from gradloc.config import ActionConfig, GradLocConfig, TriggerConfig
-from gradloc.core.actions import Outcome
-from gradloc.core.trigger import Spike
+from gradloc.loop.actions import Outcome
 from gradloc.loop.batch import BatchView
 from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
 from gradloc.loop.messages import RankReport
 from gradloc.record import Run, Step
+from gradloc.trigger import Spike
 from tests.watch.loops import PLANT, SPIKE, TAU, Loop, batches, flat
 from tests.watch.test_harmless import events_in
 

@@ -18,6 +18,7 @@ RANKS = {
     "keys": 0,
     "private_api": 0,
     "record": 0,
+    "trigger": 1,
     "core": 1,
     "search": 2,
     "forecast": 2,
@@ -50,7 +51,7 @@ NEIGHBOURS = {
 MODELS = {"replay.model": {"transformers"}}
 """A replay runs a plain model."""
 
-WITHOUT_TORCH = ("report", "health", "record", "explain", "mismatch")
+WITHOUT_TORCH = ("trigger", "report", "health", "record", "explain", "mismatch")
 
 
 def module_name(path: Path) -> str:

@@ -10,9 +10,9 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import Spike
 from gradloc.search.limit import Limit
 from gradloc.search.task import Task
+from gradloc.trigger import Spike
 from tests.toy_model import Batch, Loss, Place, ToyStep, build, random_batch, shard
 
 NUM_MICRO_BATCHES = 4

@@ -10,13 +10,13 @@ import torch
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.host_step import HostStep
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import Spike
 from gradloc.loop.batch import BatchView
 from gradloc.loop.gather import SpikeContext, raw_event
 from gradloc.loop.layers import head_square
 from gradloc.loop.writer import EventEnricher, complete_event
 from gradloc.record import Action, Event, Run, Step
 from gradloc.search.find import localize
+from gradloc.trigger import Spike
 from tests.toy_model import Batch, ToyStep
 
 

@@ -8,8 +8,8 @@ import torch
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
-from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
+from gradloc.trigger import Spike
 from tests.toy_model import Oracle, Place, ToyStep, build, random_batch, shard
 
 NUM_MICRO_BATCHES, MOST = 4, 8

@@ -13,8 +13,8 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.sharding import local_shard
 from gradloc.core.step import Outputs
 from gradloc.core.tracker import NormTracker
-from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
+from gradloc.trigger import Spike
 from tests.toy_model import Loss, Oracle, Place, ToyStep, build, clip_gradient, random_batch, shard
 from tests.toy_model.model import Block, _attend
 from tests.toy_model.noise import unrepeatable

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import checks
-from ...core.trigger import AdaptiveThreshold
 from ...explain.numbers import number, percent
 from ...explain.text import one_line, plural
+from ...trigger import AdaptiveThreshold
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal

@@ -13,9 +13,9 @@ from functools import cached_property
 from itertools import groupby
 from statistics import linear_regression, median
 
-from ...core.trigger import AdaptiveThreshold
 from ...explain.numbers import number
 from ...explain.text import plural
+from ...trigger import AdaptiveThreshold
 from ..logs.names import is_norm, listed
 from ..logs.recording import MEAN, Metrics
 from ..logs.segments import LoggedRun, Segment, surviving

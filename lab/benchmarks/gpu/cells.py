@@ -22,9 +22,9 @@ from gradloc.core.memory_plans import PLANS, SearchPlan
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
-from gradloc.core.trigger import Spike
 from gradloc.search.find import localize
 from gradloc.search.task import SearchResult
+from gradloc.trigger import Spike
 from lab.benchmarks.counter import PACKAGE, DeviceCounter
 from lab.benchmarks.gpu.memory import peak_memory, wait
 from lab.benchmarks.run import REPO

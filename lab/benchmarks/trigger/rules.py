@@ -5,8 +5,8 @@ import math
 from collections import deque
 from statistics import median
 
-from gradloc.core.history import NormHistory
-from gradloc.core.trigger import AdaptiveThreshold
+from gradloc.trigger import AdaptiveThreshold
+from gradloc.trigger.history import NormHistory
 
 
 class Rule:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.core.trigger import AdaptiveThreshold
 from gradloc.report.cli import main
+from gradloc.trigger import AdaptiveThreshold
 from tests.report.logs.made import console
 
 SERIES = Path(__file__).resolve().parents[3] / "docs" / "series"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from ..core.selection import Token
 from ..record import Action, Certificate
-from .selection import Token
-from .trigger import Spike
+from ..trigger import Spike
 
 _SEARCHED = ("mask", "heal")
 

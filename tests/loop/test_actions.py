@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradloc.config import ActionConfig
-from gradloc.core.actions import decide, decide_without_search
 from gradloc.core.selection import Token
-from gradloc.core.trigger import Spike
+from gradloc.loop.actions import decide, decide_without_search
 from gradloc.record import ACTIONS, Certificate
+from gradloc.trigger import Spike
 
 QUICK = settings(max_examples=100)
 NORMS = st.floats(0, 100) | st.just(math.nan) | st.none()

@@ -9,9 +9,9 @@ from statistics import median
 
 import pytest
 
-from gradloc.core.history import NormHistory
-from gradloc.core.trigger import AdaptiveThreshold, fixed_threshold, spike_kind
 from gradloc.record import History
+from gradloc.trigger import AdaptiveThreshold, fixed_threshold, spike_kind
+from gradloc.trigger.history import NormHistory
 
 SERIES = sorted((Path(__file__).resolve().parents[2] / "docs" / "series").glob("*.json"))
 

@@ -7,9 +7,9 @@ from statistics import median
 
 import pytest
 
-from gradloc.core.history import NormHistory, Recent, ScaleHistory, middle
-from gradloc.core.trigger import spike_kind
 from gradloc.record import History
+from gradloc.trigger import spike_kind
+from gradloc.trigger.history import NormHistory, Recent, ScaleHistory, middle
 
 
 def fires(norms, **settings):
