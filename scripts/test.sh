@@ -100,7 +100,7 @@ case $tier in
     trl | verl09) # a second `-m` is for the rest: `-m slow`
         shared=(tests/adapters/conformance)
         if [[ $tier == verl09 ]]; then # features that work there, too
-            shared+=(tests/analysis/{test_split,quartiles/test_actor}.py tests/reweighting/test_stages.py)
+            shared+=(tests/analysis/test_split.py tests/reweighting/test_stages.py)
             shared+=(tests/stabilize/{test_actor,test_ratios}.py)
         fi
         stage "tests on $tier" && LONGEST=2400 tests "not slow" "tests/adapters/$tier" "${shared[@]}" "$@"

@@ -121,13 +121,53 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
     return trainer.analyze(with_buckets(batch, [0] * 8 + [1] * 4 + [2] * 4))
 
 
-def requested(kind: str, batch: Any, num_tokens: int = 1) -> Any:
-    """The batch as the trainer sends it for an analysis by ``buckets`` or by ``quartiles``."""
-    if kind == "buckets":
-        return with_buckets(batch, UNEVEN)
-    from tests.analysis.quartiles.scenarios import prepared
+def by_quartile(batch: Any, num_tokens: int) -> tuple[Any, Any, Any]:
+    """The batch as the trainer sends it to the workers, its quartiles (R, T), and the sampled tokens (S, 2)."""
+    pure, batch = ours("analysis.quartiles"), batch.select(deepcopy=True)
+    mask = batch.batch["response_mask"].bool().numpy()
+    quartiles = pure.assign(batch.batch["old_log_probs"].numpy(), mask, "quantile")
+    sampled = pure.sample_tokens(quartiles, num_tokens, seed=1)
+    numbers = torch.full(quartiles.shape, -1)
+    for number, place in enumerate(map(tuple, sampled)):
+        numbers[place] = number
+    batch.batch["gradloc_bucket"] = torch.zeros(len(quartiles), dtype=torch.long)
+    batch.batch["gradloc_quartile"] = torch.from_numpy(quartiles)
+    batch.batch["gradloc_sample"] = numbers
+    batch.batch["gradloc_row"] = torch.arange(len(quartiles))
+    batch.meta_info["gradloc_num_sampled"] = len(sampled)
+    return batch, torch.from_numpy(quartiles), sampled
 
-    return prepared(batch, num_tokens=num_tokens)[0]
+
+def split_by_quartile(overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """How far quartiles' and sampled tokens' gradients are from the loss's own backward, all other tokens detached."""
+    batch = make_batch()
+    trainer = make_trainer(TERMS + overrides, dump_dir)
+    training, _ = training_step(trainer, batch)
+    data, quartiles, sampled = by_quartile(batch, num_tokens=3)
+    taken, numbers = taken_apart(trainer, data)
+    space = ours("core.gradients").GradientSpace(trainer.module)
+
+    def slow(chosen: torch.Tensor) -> torch.Tensor:
+        return flat(trainer.detached_gradient(data, chosen, space))
+
+    def one(place: Any) -> torch.Tensor:
+        chosen = torch.zeros_like(quartiles, dtype=torch.bool)
+        chosen[tuple(place)] = True
+        return chosen
+
+    parts = [flat(part) for part in taken.kept[:4]]
+    return {
+        "sum_error": norm(sum(parts) - training) / norm(training),
+        "part_errors": [norm(part - slow(quartiles == each)) / norm(part) for each, part in enumerate(parts)],
+        "token_norms": [
+            (norm(slow(one(place))), token) for place, token in zip(sampled, numbers["tokens"], strict=True)
+        ],
+    }
+
+
+def requested(kind: str, batch: Any) -> Any:
+    """The batch as the trainer sends it for an analysis by ``buckets`` or by ``quartiles``."""
+    return with_buckets(batch, UNEVEN) if kind == "buckets" else by_quartile(batch, num_tokens=1)[0]
 
 
 def with_filling_row(kind: str, dump_dir: str) -> dict[str, Any]:

@@ -43,6 +43,15 @@ def test_parts_of_unequal_buckets_add_up_to_the_training_gradient(world, dump_di
         assert out["loss_sum"] == pytest.approx(out["loss"], rel=1e-5)
 
 
+@default_on(verl07=("fsdp1",), verl09=("fsdp2",))
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"], ids=["fsdp2", "fsdp1"])
+def test_quartiles_and_single_tokens_are_parts_of_the_training_gradient(world, dump_dir, strategy):
+    for out in world.run(RUN + "split_by_quartile", overrides=actor(strategy=strategy), dump_dir=dump_dir):
+        assert out["sum_error"] < 1e-5 and max(out["part_errors"]) < 1e-5 and len(out["token_norms"]) == 3
+        for slow, token in out["token_norms"]:
+            assert token["loss_norm"] == pytest.approx(slow, rel=1e-4)
+
+
 @default_on(verl09=NONE)
 def test_a_rank_without_a_row_of_the_bucket_keeps_its_peers_company(world, dump_dir):
     out = world.run(RUN + "split", overrides=[], dump_dir=dump_dir, buckets=[0] * 8 + [1] * 8)[0]
