@@ -61,7 +61,19 @@ class AnalysisBatch:
     """Counts of the rollout filter; None where it did not run."""
     ask: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], list[dict[str, Any]]]
     """Have the workers analyse it: (further tensors with R rows, the request) -> each rank's numbers, in the order of
-    the rows, filling ones last. A RuntimeError if a rank failed."""
+    the rows, filling ones last."""
+
+    def measure(self, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what :attr:`ask` gives.
+
+        Raises:
+            RuntimeError: a rank failed.
+        """
+        records = self.ask(tensors, request)
+        for record in records:
+            if "error" in record:
+                raise RuntimeError(record["error"])
+        return records
 
 
 class Reporter:
@@ -164,7 +176,7 @@ class BucketAnalysis(Reporter):
             logger.warning("every group has the same reward deviation, so the quantile buckets say nothing")
         number_of = {group: number for number, members in enumerate(buckets.values()) for group in members}
         buckets_of_rows = torch.tensor([number_of[group] for group in groups.group_of_row.tolist()])
-        numbers = batch.ask({BUCKET_KEY: buckets_of_rows}, {NUM_BUCKETS_KEY: len(buckets)})[0]
+        numbers = batch.measure({BUCKET_KEY: buckets_of_rows}, {NUM_BUCKETS_KEY: len(buckets)})[0]
         tokens = mask.sum(-1).numpy()
         record = analysis.GradientAnalysis(
             bucket_mode=settings.bucket_mode,
@@ -208,7 +220,7 @@ class QuartileReporter(Reporter):
             QUARTILE_KEY: torch.from_numpy(quartiles),
             SAMPLE_KEY: numbers,
         }
-        ranks = batch.ask(tensors, {NUM_SAMPLED_KEY: len(sampled)})
+        ranks = batch.measure(tensors, {NUM_SAMPLED_KEY: len(sampled)})
         record = analysis.QuartileAnalysis(
             split=self.settings.split,
             num_rows=len(quartiles),

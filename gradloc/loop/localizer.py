@@ -22,9 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -84,24 +84,16 @@ class TrainerHandle(Protocol):
         """Save the weights that the event happened at; returns the folder, None where none are to be saved."""
 
 
-@dataclass
-class Look:
-    """One spike, and the results of each stage of the look into it."""
+class Settled(NamedTuple):
+    """A spike that was searched, and the step that was decided on."""
 
-    policy: Policy
-    spike: Spike
+    finding: SearchResult
+    step: HostStep
+    squares: torch.Tensor
+    """The spike's squared norm per parameter, as clipped: float64 (num_params,)."""
+    action: Action
     norm: torch.Tensor
-    """The norm of the gradient that the step takes, before clipping."""
-    before: Gradient = field(init=False)
-    """The gradient that training had, clipped."""
-    room: SearchMemory = field(init=False)
-    limits: dict[str, Any] = field(init=False)
-    """The settings that the search is called with."""
-    step: HostStep = field(init=False)
-    finding: SearchResult = field(init=False)
-    squares: torch.Tensor = field(init=False)
-    """The spike's squared norm per parameter, as clipped."""
-    action: Action = field(init=False)
+    """The norm of the gradient that the step takes, before clipping; a scalar."""
 
 
 class Localizer:
@@ -248,61 +240,59 @@ class Localizer:
         self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, action.taken, is_written=False))
         return acted
 
-    # ---- 3. to 7. look into a spike: each stage on all ranks together, and true where the next may follow
+    # ---- 3. to 7. look into a spike: each stage on all ranks together; where it gave something, the next may follow
 
     def _look_into(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
         """Stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
-        look = Look(policy, spike, grad_norm)
-        if not self.run_safely(partial(self._set_aside, look)):
+        aside = self.run_safely(self._set_aside)
+        if aside is None:
             return grad_norm
-        is_decided = False
+        (before, room), settled = aside, None
         try:
-            is_decided = bool(
-                self.run_safely(partial(self._make_room, look)) and self.run_safely(partial(self._settle, look))
-            )
-            if not is_decided:
+            limits = self.run_safely(partial(self._make_room, room))
+            if limits is not None:
+                settled = self.run_safely(partial(self._settle, policy, spike, grad_norm, limits))
+            if settled is None:
                 return grad_norm
-            look.before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
+            before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
             if is_written:
-                lost = f"the step was decided before ({look.action.taken}), and its event is lost"
-                is_written = bool(self.run_safely(partial(self._gather, look), lost))
+                lost = f"the step was decided before ({settled.action.taken}), and its event is lost"
+                is_written = bool(self.run_safely(partial(self._gather, policy, spike, settled), lost))
         finally:
-            if not is_decided:  # it failed, on this rank or another, or Ctrl-C
-                self._space.put(look.before)
-            self.run_safely(partial(self._take_back, look))
-        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, look.action.taken, is_written))
-        return look.norm
+            if settled is None:  # it failed, on this rank or another, or Ctrl-C
+                self._space.put(before)
+            self.run_safely(partial(self._take_back, room))
+        self.outcomes.append(Outcome(len(self.norms) - 1, spike.grad_norm, settled.action.taken, is_written))
+        return settled.norm
 
-    def _set_aside(self, look: Look) -> bool:
-        """Keep the step's gradient, to be put back whatever happens, and foresee what a search needs of memory."""
-        look.before = self._space.take()
-        self._space.put(look.before)
+    def _set_aside(self) -> tuple[Gradient, SearchMemory]:
+        """Keep the clipped gradient, to be put back whatever happens, and foresee what a search needs of memory."""
+        before = self._space.take()
+        self._space.put(before)
         casts = 0 if isinstance(self._step, Scheduled) else cast_bytes(self._space.module)
         forward = self._step.forward_bytes() + casts
-        look.room = self.ranks.run_local_synced(
+        return before, self.ranks.run_local_synced(
             lambda: SearchMemory(self._space, self.powers.optimizer, self._peak.size, forward)
         )
-        return True
 
-    def _make_room(self, look: Look) -> bool:
-        """Choose the plan by which the search runs; false where none fits into some rank's memory."""
-        room = look.room
+    def _make_room(self, room: SearchMemory) -> dict[str, Any] | None:
+        """Choose a plan that fits into every rank's memory; returns the search's limits, None where there is none."""
         memory = self.ranks.run_local_synced(room.memory)
         mine = room.need.cheapest_plan(memory)
         number, seconds = self.ranks.max([float(mine), self._step_seconds])
         if number == len(PLANS):
             why = room.need.refusal(memory, room.device) if mine == number else "memory is short on another rank"
             logger.error("gradloc: this spike is not searched: %s", why)
-            return False
+            return None
         plan = PLANS[int(number)]
         self.ranks.run_local_synced(lambda: room.make(plan))
         if plan.moves_optimizer:
             how = "as configured" if plan.is_full else "by bisection only"
             logger.warning("gradloc: memory is short: moving optimizer state off the device, searching %s", how)
         search = self.settings.search
-        look.limits = {
+        return {
             "strategy": search.strategy if plan.is_full else "bisect",
             "budget": self.settings.budget,
             "max_culprits": search.max_culprits,
@@ -311,40 +301,37 @@ class Localizer:
             "reruns": self.settings.evidence.rerun,
             "max_cures": search.max_cures,
         }
-        return True
 
-    def _settle(self, look: Look) -> bool:
+    def _settle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, limits: dict[str, Any]) -> Settled:
         """Search, decide, act: what ``.grad`` holds afterwards is what the step takes."""
-        look.step = HostStep(self._step, self._space.device, self.ranks.size)
-        look.finding = self._search(look)
-        look.squares = self._space.squares()  # while .grad still holds the spike
-        action = self._decide(look)
-        look.norm = self._act(action.taken, look.norm, look.policy, look.finding)
-        if action.taken == "mask" and (why := self._contradicted(look)):
+        step = HostStep(self._step, self._space.device, self.ranks.size)
+        finding = self._search(policy, spike, step, limits)
+        squares = self._space.squares()  # while .grad still holds the spike
+        action = self._decide(spike, finding)
+        norm = self._act(action.taken, grad_norm, policy, finding)
+        if action.taken == "mask" and (why := self._contradicted(finding, norm)):
             action = replace(action, taken="skip", reason=why)
-            look.norm = self._act("skip", look.norm, look.policy)
-        look.action = action
-        return True
+            norm = self._act("skip", norm, policy)
+        return Settled(finding, step, squares, action, norm)
 
-    def _search(self, look: Look) -> SearchResult:
-        policy, step, space, ranks = look.policy, look.step, self._space, self.ranks
+    def _search(self, policy: Policy, spike: Spike, step: HostStep, limits: dict[str, Any]) -> SearchResult:
+        space, ranks = self._space, self.ranks
         increments = self._tracker.increments(space, ranks, step.loss_scale)
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
-        clip_scale = self._clip_scale(look.spike.grad_norm)
+        clip_scale = self._clip_scale(spike.grad_norm)
         again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
         if again is None and not is_first and isinstance(self._step, LossReplay):
             again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
         factor = 1.0 / self._step.loss_scale
         clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
-        has_room = look.limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
-        given = {**look.limits, "groups": policy.groups}
+        has_room = limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
+        given = {**limits, "groups": policy.groups}
         given["find_link"] = partial(find_broken_link, clues) if has_room else None
         with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
-            return localize(step, space, ranks, look.spike, clip_scale, increments, policy.typical, **given)
+            return localize(step, space, ranks, spike, clip_scale, increments, policy.typical, **given)
 
-    def _decide(self, look: Look) -> Action:
-        finding, spike = look.finding, look.spike
+    def _decide(self, spike: Spike, finding: SearchResult) -> Action:
         overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = self._step.obstacle or None
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else obstacle
@@ -378,9 +365,9 @@ class Localizer:
         finally:
             rng.restore()
 
-    def _contradicted(self, look: Look) -> str:
+    def _contradicted(self, finding: SearchResult, norm: torch.Tensor) -> str:
         """Return why a masked gradient is not the certificate's; empty where it is."""
-        found, masked = look.finding.certificate, float(look.norm)
+        found, masked = finding.certificate, float(norm)
         if found is None or found.norm_after is None:
             return ""
         allowed = (found.error_bound or 0.0) + _MASK_TOLERANCE * found.norm_after
@@ -392,24 +379,24 @@ class Localizer:
             f"{found.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
         )
 
-    def _gather(self, look: Look) -> bool:
-        policy, settings = look.policy, self.settings
+    def _gather(self, policy: Policy, spike: Spike, settled: Settled) -> bool:
+        """Gather the event; the first process keeps it for the report."""
         context = SpikeContext(
             place=policy.place(len(self.norms) - 1),
-            spike=look.spike,
-            finding=look.finding,
-            step=look.step,
+            spike=spike,
+            finding=settled.finding,
+            step=settled.step,
             space=self._space,
             ranks=self.ranks,
-            squares=look.squares.div_(self._clip_scale(look.spike.grad_norm) ** 2),
+            squares=settled.squares.div_(self._clip_scale(spike.grad_norm) ** 2),
             history=self._tracker.history(self._space, self.ranks),
-            action=look.action,
+            action=settled.action,
             clip_limit=self.powers.clip_limit,
             checkpoint=self.powers.save_weights(policy.global_step),
             head_square=self.head_squares[-1],
             takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
-            budget=settings.budget,
-            keeps_all=settings.evidence.bundle == "full",
+            budget=self.settings.budget,
+            keeps_all=self.settings.evidence.bundle == "full",
         )
         event = raw_event(context)
         if event is not None:
@@ -417,9 +404,9 @@ class Localizer:
         return True
 
     @staticmethod
-    def _take_back(look: Look) -> None:
+    def _take_back(room: SearchMemory) -> None:
         try:
-            look.room.close()
+            room.close()
         except Exception as error:
             raise LostRank("the optimizer's state does not fit back onto the device after a search") from error
 

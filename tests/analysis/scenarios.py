@@ -43,30 +43,18 @@ def norm(shard: torch.Tensor) -> float:
     return float(square.sqrt())
 
 
-def taken_apart(trainer: Any, data: Any) -> tuple[Any, dict[str, Any]]:
-    """A finished :class:`Parts` of the prepared batch, which keeps each gradient that it took, and what it answered."""
-    module, seen = ours("analysis.parts"), []
+def by_bucket(trainer: Any, batch: Any, buckets: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The gradient of each term as the sum of its buckets' parts, and what the workers answer."""
+    module, made = ours("analysis.parts"), []
 
-    class Keeping(module.Parts):
+    class Noted(module.Parts):
         def __init__(self, of):
-            self.kept = []
             super().__init__(of)
-            seen.append(self)
+            made.append(self)
 
-        def gradient(self, records, selected):
-            self.kept.append(super().gradient(records, selected))
-            return self.kept[-1]
-
-    with mock.patch.object(module, "Parts", Keeping):
-        numbers = trainer.analyze(data)
-    return seen[0], numbers
-
-
-def by_bucket(trainer: Any, batch: Any, buckets: list[int]) -> tuple[list[dict], dict, dict]:
-    """Each bucket's part of each term, the whole of each term, and what the workers answer."""
-    taken, numbers = taken_apart(trainer, with_buckets(batch, buckets))
-    kept = iter(taken.kept)
-    return [{term: next(kept) for term in taken.terms} for _ in range(max(buckets) + 1)], taken.whole, numbers
+    with mock.patch.object(module, "Parts", Noted):
+        numbers = trainer.analyze(with_buckets(batch, buckets))
+    return {term: flat(gradient) for term, gradient in made[0].whole.items()}, numbers
 
 
 def with_buckets(batch: Any, buckets: list[int]) -> Any:
@@ -84,30 +72,16 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
     training, loss = training_step(trainer, batch)
     alone = make_trainer(overrides, dump_dir)
     task_alone, _ = training_step(alone, batch)
-    parts, whole, record = by_bucket(trainer, batch, buckets)
-    whole = {term: flat(gradient) for term, gradient in whole.items()}
-    _, together, _ = by_bucket(trainer, batch, [0] * len(buckets))
+    whole, record = by_bucket(trainer, batch, buckets)
     return {
         "training_norm": norm(training),
         "total_error": norm(sum(whole.values()) - training) / norm(training),
         "task_error": norm(whole["task"] - task_alone) / norm(task_alone),
-        "bucket_sum_error": norm(sum(flat(part["task"]) for part in parts) - flat(together["task"])) / norm(task_alone),
-        "slow_errors": slow_errors(trainer, batch, buckets, parts),
         "loss": loss,
         "loss_sum": float(np.sum(record["losses"])),
         "weights": np.sum(record["weights"], axis=0).tolist(),
         "record": record,
     }
-
-
-def slow_errors(trainer: Any, batch: Any, buckets: list[int], by_bucket: list[dict]) -> list[float]:
-    """Each bucket's part against the loss's own backward, all other rows detached."""
-    data, errors, space = with_buckets(batch, buckets), [], ours("core.gradients").GradientSpace(trainer.module)
-    for bucket, parts in enumerate(by_bucket):
-        chosen = data.batch["gradloc_bucket"][:, None].expand_as(data.batch["response_mask"]) == bucket
-        slow = flat(trainer.detached_gradient(data, chosen, space))
-        errors.append(norm(sum(flat(part) for part in parts.values()) - slow) / norm(slow))
-    return errors
 
 
 def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
@@ -121,53 +95,25 @@ def dot_of_unlike_rows(dump_dir: str) -> dict[str, Any]:
     return trainer.analyze(with_buckets(batch, [0] * 8 + [1] * 4 + [2] * 4))
 
 
-def by_quartile(batch: Any, num_tokens: int) -> tuple[Any, Any, Any]:
-    """The batch as the trainer sends it to the workers, its quartiles (R, T), and the sampled tokens (S, 2)."""
+def by_quartile(batch: Any) -> Any:
+    """The batch as the trainer sends it to the workers, with one sampled token."""
     pure, batch = ours("analysis.quartiles"), batch.select(deepcopy=True)
     mask = batch.batch["response_mask"].bool().numpy()
     quartiles = pure.assign(batch.batch["old_log_probs"].numpy(), mask, "quantile")
-    sampled = pure.sample_tokens(quartiles, num_tokens, seed=1)
+    ((row, position),) = pure.sample_tokens(quartiles, 1, seed=1)
     numbers = torch.full(quartiles.shape, -1)
-    for number, place in enumerate(map(tuple, sampled)):
-        numbers[place] = number
+    numbers[row, position] = 0
     batch.batch["gradloc_bucket"] = torch.zeros(len(quartiles), dtype=torch.long)
     batch.batch["gradloc_quartile"] = torch.from_numpy(quartiles)
     batch.batch["gradloc_sample"] = numbers
     batch.batch["gradloc_row"] = torch.arange(len(quartiles))
-    batch.meta_info["gradloc_num_sampled"] = len(sampled)
-    return batch, torch.from_numpy(quartiles), sampled
-
-
-def split_by_quartile(overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """How far quartiles' and sampled tokens' gradients are from the loss's own backward, all other tokens detached."""
-    batch = make_batch()
-    trainer = make_trainer(TERMS + overrides, dump_dir)
-    training, _ = training_step(trainer, batch)
-    data, quartiles, sampled = by_quartile(batch, num_tokens=3)
-    taken, numbers = taken_apart(trainer, data)
-    space = ours("core.gradients").GradientSpace(trainer.module)
-
-    def slow(chosen: torch.Tensor) -> torch.Tensor:
-        return flat(trainer.detached_gradient(data, chosen, space))
-
-    def one(place: Any) -> torch.Tensor:
-        chosen = torch.zeros_like(quartiles, dtype=torch.bool)
-        chosen[tuple(place)] = True
-        return chosen
-
-    parts = [flat(part) for part in taken.kept[:4]]
-    return {
-        "sum_error": norm(sum(parts) - training) / norm(training),
-        "part_errors": [norm(part - slow(quartiles == each)) / norm(part) for each, part in enumerate(parts)],
-        "token_norms": [
-            (norm(slow(one(place))), token) for place, token in zip(sampled, numbers["tokens"], strict=True)
-        ],
-    }
+    batch.meta_info["gradloc_num_sampled"] = 1
+    return batch
 
 
 def requested(kind: str, batch: Any) -> Any:
     """The batch as the trainer sends it for an analysis by ``buckets`` or by ``quartiles``."""
-    return with_buckets(batch, UNEVEN) if kind == "buckets" else by_quartile(batch, num_tokens=1)[0]
+    return with_buckets(batch, UNEVEN) if kind == "buckets" else by_quartile(batch)
 
 
 def with_filling_row(kind: str, dump_dir: str) -> dict[str, Any]:

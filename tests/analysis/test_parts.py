@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quartiles, single tokens and tried updates of a bare step, against a backward of every token and a copy's own step.
+"""Parts of a bare step's gradient and tried updates, against a backward of every token and a copy's own step.
 
 Shapes: R rows, T positions.
 """
@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from gradloc.analysis.parts import BUCKET_KEY, NUM_SAMPLED_KEY, QUARTILE_KEY, SAMPLE_KEY, Analysed, Parts, measure
+from gradloc.analysis.parts import (
+    BUCKET_KEY,
+    NUM_BUCKETS_KEY,
+    NUM_SAMPLED_KEY,
+    QUARTILE_KEY,
+    SAMPLE_KEY,
+    Analysed,
+    Parts,
+    measure,
+)
 from gradloc.analysis.quartiles import UPDATES, assign, sample_tokens
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
@@ -40,15 +49,18 @@ class Run:
         self.sampled = sample_tokens(self.quartiles, NUM_TOKENS, seed=1)
 
     def measure(self):
-        """What the workers answer."""
-        step, ranks = ToyStep(self.model, self.batch, M, loss=self.loss), Ranks()
-        step.train()
-        self.optimizer.zero_grad()
+        """What the workers answer that are asked for the quartiles."""
         numbers = torch.full(self.quartiles.shape, -1)
         for number, place in enumerate(map(tuple, self.sampled)):
             numbers[place] = number
-        rows = torch.zeros(len(numbers), dtype=torch.long)
-        known = {BUCKET_KEY: rows, QUARTILE_KEY: torch.from_numpy(self.quartiles), SAMPLE_KEY: numbers}
+        known = {QUARTILE_KEY: torch.from_numpy(self.quartiles), SAMPLE_KEY: numbers}
+        return self.ask(known, {NUM_SAMPLED_KEY: len(self.sampled)})
+
+    def ask(self, known, request):
+        """What they answer to this request about these labels of the rows."""
+        step, ranks = ToyStep(self.model, self.batch, M, loss=self.loss), Ranks()
+        step.train()
+        self.optimizer.zero_grad()
         space = GradientSpace(self.model, ranks)
         made = Analysed(
             step,
@@ -59,7 +71,7 @@ class Run:
             lambda: clip_gradient(self.model, 1.0),
             1.0,
         )
-        return measure(lambda: made, space, {NUM_SAMPLED_KEY: len(self.sampled)})
+        return measure(lambda: made, space, request)
 
     def places_in(self, *quartiles):
         return [tuple(place) for place in np.argwhere(np.isin(self.quartiles, quartiles)).tolist()]
@@ -72,6 +84,22 @@ class Run:
 
 def norm_of(grads):
     return float(torch.cat([grad.detach().flatten() for grad in grads]).norm())
+
+
+def test_each_buckets_part_of_each_term_agrees_with_a_backward_of_its_tokens():
+    run, buckets = Run(Loss(kl=0.3)), torch.tensor([0, 2, 1, 1, 2, 2, 0, 2])
+    found = run.ask({BUCKET_KEY: buckets}, {NUM_BUCKETS_KEY: 3})
+    task, both = Oracle(run.model, run.batch), Oracle(run.model, run.batch, run.loss)
+    everything = torch.ones_like(buckets, dtype=torch.bool)
+    for number, inside in enumerate([*(buckets == each for each in range(3)), everything]):
+        places = [tuple(place) for place in (run.batch.mask & inside.unsqueeze(1)).nonzero().tolist()]
+        of_task, of_both = task.gradient(places), both.gradient(places)
+        of_kl = of_both - of_task
+        norms = {"task": float(of_task.norm()), "kl": float(of_kl.norm())}
+        assert found["norms"][number] == pytest.approx(norms, rel=1e-4)
+        assert found["dots"][number]["task_kl"] == pytest.approx(float(of_task @ of_kl), rel=1e-3, abs=1e-7)
+        if number < 3:
+            assert found["weights"][number] == pytest.approx([len(places) / run.batch.num_tokens] * 2)
 
 
 @pytest.mark.parametrize("loss", [Loss(), TERMS], ids=["task", "entropy and KL"])

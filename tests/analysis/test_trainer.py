@@ -1,28 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's side on two ranks: files, metrics, odd batches, the filter, and a batch of its own."""
 
+import math
+
 import pytest
 
 from tests.world.events import validate
 
 RUN = "tests.analysis.trainer."
 MIXED = [0, 0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7.0]
+SPLIT = "trainer.quartile_analysis_split="
+SAMPLE = "trainer.quartile_analysis_num_tokens="
 
 
 def rollout(**settings):
     return [f"actor_rollout_ref.rollout.{key}={value}" for key, value in settings.items()]
 
 
-def analyse(world, dump_dir, rewards=MIXED, per_group=2, overrides=()):
-    given = dict(rewards=rewards, per_group=per_group, overrides=list(overrides))
-    return world.run(RUN + "analyse", kind="gradient", dump_dir=dump_dir, **given)[0]
+def analyse(world, dump_dir, *overrides, kind="gradient", rewards=MIXED, per_group=2, spoil=""):
+    """The first rank's answer; a record that was written is valid."""
+    given = dict(rewards=rewards, per_group=per_group, overrides=list(overrides), kind=kind, spoil=spoil)
+    out = world.run(RUN + "analyse", dump_dir=dump_dir, **given)[0]
+    if out["record"] is not None:
+        validate(f"{kind}_analysis", out["record"])
+    return out
+
+
+def check_left_alone(out, kind, prefix):
+    """The batch is as before, and what is logged is what is written."""
+    assert out["ends"] is False and out["batch_is_same"]
+    assert all(out["metrics"][name] == value for name, value in out["record"]["metrics"].items())
+    assert out["metrics"][f"{prefix}/failures"] == 0 and out["timing"][f"{kind}_analysis"] > 0
 
 
 def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
     out = analyse(world, dump_dir)
-    assert out["ends"] is False
+    check_left_alone(out, "gradient", "grad_analysis")
     assert out["vital"] == ["RayError"], "a lost worker ends the run"
-    assert out["batch_is_same"]
     assert out["files"] == ["group_rv_table_step_1.csv", "step_1.json"]
     assert out["tables"] == [f"grad_norm/bucket_{number}/group_rv_table" for number in range(1, 7)]
     metrics, record = out["metrics"], out["record"]
@@ -32,10 +46,6 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
     assert metrics["grad_norm/bucket_6/sample_count"] == 2
     assert metrics["actor/grad_norm/task"] == metrics["grad_norm/all/task"] > 0
     assert metrics["grad_analysis/zero_variance_share"] == pytest.approx(1 / 8)
-    assert metrics["grad_analysis/failures"] == 0
-    assert out["timing"]["gradient_analysis"] > 0
-    assert all(record["metrics"][name] == metrics[name] for name in record["metrics"])
-    validate("gradient_analysis", record)
     deviations = [group["reward_std"] for group in record["groups"]]
     assert deviations == sorted(deviations)
 
@@ -51,13 +61,83 @@ def test_an_analysis_logs_writes_and_leaves_the_batch_alone(world, dump_dir):
     ids=["one group", "all rewards equal", "fixed buckets", "rows that do not divide among the ranks"],
 )
 def test_odd_batches_are_analysed_all_the_same(world, dump_dir, rewards, per_group, settings, counts):
-    record = analyse(world, dump_dir, rewards, per_group, rollout(**settings))["record"]
-    validate("gradient_analysis", record)
+    record = analyse(world, dump_dir, *rollout(**settings), rewards=rewards, per_group=per_group)["record"]
     *buckets, whole = record["buckets"]
     assert [bucket["num_rows"] for bucket in buckets] == counts
     assert whole["num_rows"] == len(rewards)
     assert sum(bucket["weight"]["task"] for bucket in buckets) == pytest.approx(1.0)
     assert whole["norm"]["task"]["own"] > 0
+
+
+# ---- by quartile
+
+
+def by_quartile(world, dump_dir, *overrides, num_rows=16, spoil=""):
+    given = {"kind": "quartile", "rewards": [0.0] * num_rows, "per_group": 1, "spoil": spoil}
+    return analyse(world, dump_dir, *overrides, **given)
+
+
+def test_an_analysis_by_quartile_does_so_too(world, dump_dir):
+    out = by_quartile(world, dump_dir, SAMPLE + "10")
+    check_left_alone(out, "quartile", "quartile_analysis")
+    record, metrics = out["record"], out["metrics"]
+    assert out["files"] == ["step_1.json"] and record["closure"] < 1e-5
+    quartiles = record["quartiles"]
+    assert sum(quartile["token_share"] for quartile in quartiles) == pytest.approx(1)
+    assert sum(quartile["gradient_share"] for quartile in quartiles) == pytest.approx(1, rel=1e-4)
+    assert len(record["tokens"]) == 10
+    assert [quartile["sampled"] for quartile in quartiles] == [3, 3, 2, 2]
+    for name in ("lowest", "highest"):
+        assert -1 <= metrics[f"quartile_analysis/update_{name}/agreement"] <= 1
+
+
+@pytest.mark.parametrize("kind", ["quantile", pytest.param("range", marks=pytest.mark.slow)])
+def test_what_is_said_of_a_quartile_is_true_of_its_tokens(world, dump_dir, kind):
+    out = by_quartile(world, dump_dir, SPLIT + kind, SAMPLE + "0")
+    rows = zip(out["old_log_probs"], out["response_mask"], strict=True)
+    tokens = sorted(
+        math.exp(value) for values, mask in rows for value, inside in zip(values, mask, strict=True) if inside
+    )
+    if kind == "quantile":
+        expected = [[pi for i, pi in enumerate(tokens) if 4 * i // len(tokens) == q] for q in range(4)]
+    else:
+        expected = [[pi for pi in tokens if q / 4 < pi <= (q + 1) / 4] for q in range(4)]
+    for quartile, mine in zip(out["record"]["quartiles"], expected, strict=True):
+        assert quartile["num_tokens"] == len(mine)
+        if not mine:
+            assert quartile["probability"] is None and quartile["one_minus_probability"] is None
+            continue
+        assert quartile["one_minus_probability"] == pytest.approx(sum(1 - pi for pi in mine) / len(mine), rel=1e-5)
+        assert quartile["probability"]["max"] == pytest.approx(mine[-1], rel=1e-5)
+    for update in out["record"]["updates"].values():
+        for change, mine in zip(update["changes"]["quartiles"] if update else [], expected, strict=bool(update)):
+            assert sum(change["counts"]) == len(mine) if mine else change is None
+
+
+@pytest.mark.slow
+def test_rows_that_do_not_divide_among_the_ranks_are_all_counted(world, dump_dir):
+    out = by_quartile(world, dump_dir, SAMPLE + "3", num_rows=15)
+    assert out["record"]["num_rows"] == 15
+    assert out["record"]["whole"]["num_tokens"] == sum(map(sum, out["response_mask"]))
+    assert out["record"]["closure"] < 1e-5
+
+
+def test_a_batch_without_advantages_is_recorded_as_one_without_a_gradient(world, dump_dir):
+    out = by_quartile(world, dump_dir, SAMPLE + "4", spoil="no advantages")
+    assert out["record"]["closure"] is None
+    assert out["record"]["updates"]["lowest"] is None
+    assert all(quartile["gradient_share"] is None for quartile in out["record"]["quartiles"])
+    assert out["record"]["rank_correlation"]["log_prob_norm"] is not None
+    assert out["record"]["rank_correlation"]["loss_norm"] is None
+
+
+def test_old_log_probs_that_are_not_finite_are_refused_and_counted(world, dump_dir):
+    out = by_quartile(world, dump_dir, spoil="a log-prob that is NaN")
+    assert out["metrics"]["quartile_analysis/failures"] == 1
+    assert out["record"] is None
+
+
+# ---- the step around it
 
 
 def test_nothing_is_built_while_both_features_are_off(single, dump_dir):
@@ -66,7 +146,7 @@ def test_nothing_is_built_while_both_features_are_off(single, dump_dir):
 
 
 def test_the_run_is_to_end_after_the_analysis_where_asked(world, dump_dir):
-    out = analyse(world, dump_dir, overrides=["trainer.exit_after_gradient_analysis=True"])
+    out = analyse(world, dump_dir, "trainer.exit_after_gradient_analysis=True")
     assert out["ends"] is True
     assert out["metrics"]["trainer/exited_after_gradient_analysis"] == 1.0
     assert out["metrics"]["training/global_step"] == 1

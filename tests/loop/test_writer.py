@@ -377,11 +377,14 @@ def _writer(root):
     return writer
 
 
-@pytest.mark.parametrize(("bundle", "is_there", "is_kept"), [("off", 1, False), ("full", 0, False), ("full", 1, True)])
-def test_a_bundle_is_written_where_it_is_on_and_the_ranks_sent_one(bundle, is_there, is_kept):
+@pytest.mark.parametrize(
+    ("bundle", "is_there", "size_gb", "is_kept"),
+    [("off", 1, 0.0, False), ("full", 0, 0.0, False), ("full", 1, 1.0, False), ("full", 1, 0.9, True)],
+)
+def test_a_bundle_is_written_where_it_is_on_the_ranks_sent_one_and_there_is_room(bundle, is_there, size_gb, is_kept):
     writer, kept = EventWriter.__new__(EventWriter), []
     writer.evidence, writer.trained = SimpleNamespace(bundle=bundle, max_gb=1.0), {}
-    writer.store = SimpleNamespace(root="there", size_gb=lambda: 0.0, append=lambda event: None)
+    writer.store = SimpleNamespace(root="there", size_gb=lambda: size_gb, append=lambda event: None)
     writer.store.write_folder = lambda name, tensors, documents, files: kept.append((tensors, documents)) or name
     raw = raw_of(CULPRIT)
     writer._keep(raw.event, replace(raw, layout=raw.layout * is_there), EventEnricher(batch_of(), None))

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios in which one rank, the disk or a tracker fails while a spike is looked into."""
+"""Scenarios in which one rank fails while a spike is looked into, or no step is taken."""
 
-import contextlib
-import io
 import os
-import shutil
-import socket
-import time
 from typing import Any
 from unittest import mock
 
@@ -88,37 +83,6 @@ def resume(overrides: list[str], dump_dir: str) -> dict[str, Any]:
         "saved": first.driver.adaptive.state(),
         "loaded": second.driver.adaptive.state(),
         "thresholds": (first.driver.adaptive.threshold(0), second.driver.adaptive.threshold(0)),
-    }
-
-
-def write_into_trouble(kind: str, overrides: list[str], dump_dir: str) -> dict[str, Any]:
-    """A spike whose event cannot be written, or not be told; then a healthy step."""
-    trainer = make_trainer(overrides, dump_dir)
-    store = trainer.driver.writer.store
-    root, append = store.root, store.append
-    if kind == "file in the way":
-        root.parent.mkdir(parents=True, exist_ok=True)
-        root.write_text("not a folder")
-    elif kind == "disk full":
-        store.append = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    elif kind == "folder vanishes":
-        store.append = lambda event: (shutil.rmtree(root, ignore_errors=True), append(event))
-    elif kind == "webhook hangs":
-        silent = socket.create_server(("127.0.0.1", 0))  # takes the connection and never answers
-        os.environ["HOOK"] = f"http://127.0.0.1:{silent.getsockname()[1]}/secret"
-    batch = make_batch()
-    plant(batch, 5, 3, 1e4)
-    started, said = time.monotonic(), io.StringIO()
-    with contextlib.redirect_stdout(said):
-        out = trainer.update(batch)
-    seconds = time.monotonic() - started
-    after = trainer.update(make_batch(seed=1))
-    return {
-        "write_failures": out["metrics"]["gradloc/write_failures"][0],
-        "next_norm": after["metrics"]["actor/grad_norm"][0][0],
-        "weights": trainer.weights_hash(),
-        "seconds": seconds,
-        "said": [line for line in said.getvalue().splitlines() if line.startswith("gradloc: ")],
     }
 
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.detached import let_through
 from tests.world import DEVICE, SHARDING
 from tests.world.configs import config_of
 from tests.world.models.fused import use_kernels
@@ -136,21 +135,6 @@ class Trainer:
         del actor._optimizer_step
         actor.scaler = scaler
         return caught[0], float(sum(loss.detach() for loss in losses))
-
-    def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
-        """The same with all but the chosen tokens, bool (R, T), detached."""
-        batch.batch["chosen"] = chosen
-        local = self.local(batch)
-        parts = local.split(self.actor.config.ppo_micro_batch_size_per_gpu)
-        step = step_class()(self.actor, 1.0, True, dist.get_world_size())
-        space.clear()
-        for index, micro_batch in enumerate(parts):
-            step.before_forward({**micro_batch.batch, **micro_batch.non_tensor_batch})
-            outputs, chosen = step.forward(index), micro_batch.batch["chosen"]
-            log_prob, entropy = (let_through(chosen, value) for value in (outputs.log_prob, outputs.entropy))
-            inputs = {**step.loss_inputs(index), "old_log_probs": log_prob.detach()}
-            part("adapters.verl07.step").own_loss(self.actor, inputs, log_prob, entropy, {}).backward()
-        return space.take()
 
     def analyze(self, batch: Any) -> dict[str, Any]:
         """What the worker answers that is asked for an analysis."""

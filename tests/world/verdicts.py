@@ -13,14 +13,9 @@ from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, lines_of, make_batch, 
 from tests.world.spikes import ON, plant
 
 NUM_HEALTHY = 5  # updates before the spike: a history of the batch's scale
-TWELVE = [(row, 1 + row % 3, 1e4 if row % 2 else -8e3) for row in range(12)]
-OPPOSITE = [(4, 0, 1e4), (4, 4, -1e4)]
 BROKEN_ROW, BROKEN_FROM = 6, 4
-PLANTS = {"token": [(5, 3, 1e4)], "opposite": OPPOSITE, "twelve": TWELVE, "experts and a token": [(5, 3, 1e4)]}
-BYPASSED = {"not sampled": (-21.0, -1e-3), "stale": (-13.5, -1.0)}
-"""What the rollout says of token (5, 3), which the loss takes for its old log-prob, and its advantage."""
 REPLICAS = ("replicas", "replicas alike")
-"""Kinds with a token planted: the weights have parted, or not."""
+"""Kinds whose replicas' weights have parted, or not; of both a token is planted."""
 SPOILED = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -31,16 +26,13 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     if has_experts:
         add_router_loss(trainer.module, 1e4 if kind == "experts" else 1e-3)
     batch = make_batch()
-    for row, position, advantage in PLANTS.get(kind, []):
-        plant(batch, row, position, advantage)
-    if kind in REPLICAS:
+    if kind in ("token", "experts and a token", *REPLICAS):
         plant(batch, 5, 3, 1e4)
     if kind == "replicas":
         part_replicas(trainer.module)
-    if kind in BYPASSED:
-        old, advantage = BYPASSED[kind]
-        plant(batch, 5, 3, advantage)
-        batch.batch["old_log_probs"][5, 3] = old
+    if kind == "not sampled":  # the loss takes the rollout's log-prob for the old one
+        plant(batch, 5, 3, -1e-3)
+        batch.batch["old_log_probs"][5, 3] = -21.0
         batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"].clone()
     elif kind == "weight":
         spoil_weight(trainer.module)
@@ -50,8 +42,6 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
         for seed in range(1, 1 + NUM_HEALTHY):
             trainer.update(make_batch(seed=seed))
         batch.batch["advantages"] *= 1e4
-    elif kind == "sequence":
-        batch.batch["advantages"][3] *= 1e4
     elif kind in ("forward", "backward"):
         break_row(trainer.module, batch.batch["input_ids"][BROKEN_ROW], kind)
     elif kind == "transient":

@@ -129,11 +129,7 @@ class VerlAnalyses:
 
         def ask(tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
             refuse_pictures(feature, view.labels.get("multi_modal_inputs", ()))
-            records = self.ask(update, tensors, request)
-            for record in records:
-                if "error" in record:  # of a rank that failed
-                    raise RuntimeError(record["error"])
-            return records
+            return self.ask(update, tensors, request)
 
         return AnalysisBatch(view.tensors, view.labels["uid"], self.counts, ask)
 

@@ -61,6 +61,7 @@ ON = {
 }
 """Each switch of the package's, and what it takes to be on."""
 OFF = ["", "+gradloc=off", f"{ACTOR}.gradloc.trigger.force_step=3", "actor_rollout_ref.rollout.rollout_filter_value=1"]
+OFF += ["algorithm.advantage_reweighting.alpha=0", "algorithm.lopti.enable=false"]
 
 
 def test_the_seam_that_imports_the_package_knows_every_switch_of_its(single):

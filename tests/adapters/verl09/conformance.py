@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
-from tests.detached import let_through
 from tests.world.harness import NUM_PROMPT, experts_of, for_verl
 from tests.world.models.ulysses import attention_of_verl
 from tests.world.oracle import MicroBatch
@@ -103,27 +102,12 @@ class Trainer(harness.Trainer):
 
     def training_gradient(self, batch: Any) -> tuple[list[Any], float]:
         """What verl's own update leaves in ``.grad``, and the loss."""
-        return self._gradient_of(batch, lambda model_output, data: model_output)
-
-    def detached_gradient(self, batch: Any, chosen: torch.Tensor, space: Any) -> list[Any]:
-        """The same with all but the chosen tokens, bool (R, T), detached."""
-        from gradloc.adapters.verl09.step import Packing, padded
-
-        def detach(model_output: dict[str, torch.Tensor], data: Any) -> dict[str, torch.Tensor]:
-            is_chosen = padded(data["chosen"]).bool()
-            packed = Packing(data, is_chosen.device).pack(is_chosen)
-            return {name: only(packed, values) for name, values in model_output.items()}
-
-        batch.batch["chosen"] = chosen
-        return self._gradient_of(batch, detach)[0]
-
-    def _gradient_of(self, batch: Any, change: Callable) -> tuple[list[Any], float]:
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
         own, caught, losses, sampled = self.worker.actor.loss_fn, [], [], self._as_sampled(batch)
 
-        def loss_function(model_output: Any, data: Any, **given: Any) -> Any:
-            loss, metrics = own(model_output=change(model_output, data), data=data, **given)
+        def loss_function(**given: Any) -> Any:
+            loss, metrics = own(**given)
             losses.append(float(loss.detach()))
             return loss, metrics
 
@@ -340,10 +324,3 @@ def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[No
 
     with mock.patch.object(FSDPEngineWithLMHead, "forward_step", forward_step):
         yield
-
-
-def only(packed: torch.Tensor, nested: torch.Tensor | None) -> torch.Tensor | None:
-    """Let gradient through at these positions alone; the values stay the same, bit for bit."""
-    if nested is None or not nested.requires_grad:
-        return nested
-    return torch.nested.nested_tensor_from_jagged(let_through(packed, nested.values()), nested.offsets())

@@ -44,7 +44,7 @@ DISTILLED = [
     "distillation.teacher_models.teacher_model.model_path=asked",
     *(f"distillation.distillation_loss.{name}" for name in ("use_task_rewards=false", "loss_max_clamp=null")),
 ]
-PER_TOKEN += ("rm_scores", "values", "returns", "rollout_is_weights", "lopti_mask", "chosen")
+PER_TOKEN += ("rm_scores", "values", "returns", "rollout_is_weights", "lopti_mask")
 
 
 def save_model(folder: str, model: torch.nn.Module | None = None) -> None:

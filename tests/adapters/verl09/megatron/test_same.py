@@ -171,13 +171,6 @@ def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, du
     test_identities.test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir)
 
 
-@in_layouts("PP 2", default=())
-def test_an_event_that_cannot_be_written_never_reaches_training(world, dump_dir):
-    given = {"overrides": ON, "dump_dir": f"{dump_dir}-untroubled"}
-    untroubled = world.run("failures.write_into_trouble", kind="none", **given)
-    test_failures.test_trouble_with_telling_never_reaches_training(world, dump_dir, untroubled, "disk full", 1, [])
-
-
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @in_layouts("PP 2", "TP 2")
