@@ -2,7 +2,8 @@
 """Decide which link broke, by the norms of two batches at two sets of weights.
 
 With S the spike's norm, N an ordinary step's and J = S / N, a reference micro-batch whose norm rose by a factor j is
-*loud* from j >= sqrt(J) on: the middle on a logarithmic scale, so neither side is favoured and no unit matters.
+*loud* from j >= sqrt(J) on: the middle on a logarithmic scale, so neither side is favoured and no unit matters. Where S
+is not finite, see :attr:`_Case.loud_times`.
 
 - quiet at these weights: the **batch** is at fault, and its tokens are searched;
 - loud, and quiet again with the last update undone: the **last update**;
@@ -78,10 +79,18 @@ class _Case:
         return self.clues.reference.norm
 
     @property
-    def middle(self) -> float:
-        """sqrt(N S); N without a finite S."""
+    def loud_times(self) -> float:
+        """The factor from which a reference is loud: sqrt(S / N). Without a finite S it is the threshold's over N, and
+        no less than what is unusual: an ordinary step's norm may be near the threshold."""
         spike = self.task.spike.grad_norm
-        return math.sqrt(self.usual * spike) if math.isfinite(spike) else self.task.reference
+        if math.isfinite(spike):
+            return math.sqrt(spike / self.usual)
+        return max(self.task.reference / self.usual, UNUSUAL)
+
+    @property
+    def middle(self) -> float:
+        """The norm up to which this step is healed: sqrt(N S)."""
+        return self.usual * self.loud_times
 
     def note(self, words: str, norm: float) -> None:
         self.path.append(PathEntry("fault", verdict="measured", norm=norm, note=words))
@@ -123,8 +132,7 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     times = norm / first if first > 0 else math.inf
     case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
     case.note(f"a micro-batch of step {reference.number} at these weights; {number(first, 3)} at its own", norm)
-    least = math.sqrt(spike / case.usual) if math.isfinite(spike) else task.reference / case.usual
-    found = _weights_fault(case, not times < least)  # also loud where it is not finite
+    found = _weights_fault(case, not times < case.loud_times)  # also loud where it is not finite
     if found is not None:
         return replace(found, reason=found.reason + _about_attention(case)), case.path
     why = (
@@ -272,7 +280,7 @@ def _is_quiet_before(case: _Case, unknown: bool) -> bool:
         return unknown
     known["reference_norm_without_update"] = norm
     case.note(f"the micro-batch of step {reference.number} with the last update undone", norm)
-    return norm <= (math.sqrt(first * now) if math.isfinite(now) else first * case.task.reference / case.usual)
+    return norm <= (math.sqrt(first * now) if math.isfinite(now) else first * case.loud_times)
 
 
 def _norm_at(

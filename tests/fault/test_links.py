@@ -4,9 +4,11 @@
 import hashlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,9 +16,14 @@ import pytest
 import torch
 
 import gradloc
+from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
+from gradloc.core.ranks import Ranks
+from gradloc.fault import find
+from gradloc.fault.reference import Reference
 from gradloc.fault.updates import Updates
 from gradloc.search.weights import MovedWeights
+from gradloc.trigger import Spike
 from lab.benchmarks import links
 
 SEED = 7
@@ -130,6 +137,19 @@ def test_no_token_is_accused_of_a_norm_that_is_not_finite_at_weights_where_any_b
     assert first["trigger"]["kind"] == "non_finite"
     assert first["fault"]["at"] == "last_update" and not first["culprits"], first["fault"]
     assert first["cause"]["label"] == "learning_rate_jumped"
+
+
+@pytest.mark.parametrize("usual", [0.01, 0.5, 0.95, 1.4])
+def test_a_norm_that_is_not_finite_is_the_batch_s_where_an_earlier_one_has_its_own_norm(usual, monkeypatch):
+    """However near the earlier step's norm is to the threshold, which is 1."""
+    model = torch.nn.Linear(2, 2)
+    prober = SimpleNamespace(space=GradientSpace(model), ranks=Ranks(), step=None)
+    spike = Spike("non_finite", math.nan, 1.0, None, 8)
+    task = SimpleNamespace(prober=prober, spike=spike, reference=1.0, increments=None, can_afford=lambda **_: True)
+    monkeypatch.setattr(find, "_run", lambda prober, step, micro_batches: 1.2 * usual)
+    reference = Reference(SimpleNamespace(), 7, usual, 1, ())
+    fault, _ = find.find_fault(task, find.Clues(reference, Updates(), number=8))
+    assert fault.at == "batch", fault.reason
 
 
 @pytest.mark.full
