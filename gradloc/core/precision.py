@@ -16,7 +16,7 @@ it gathered before, into the same tensors, and weights that are kept in half pre
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -220,18 +220,15 @@ def _gathered_wide(module: torch.nn.Module, shift: Shift | None) -> Iterator[Non
         yield
         return
     reshard(module)
-    with ExitStack() as stack:
-        stack.callback(_set_back, [_widen_fsdp1(module), _widen_fsdp2(units, shift)])
-        stack.callback(reshard, module)  # first, while each unit still knows the format of what it gathered
-        yield
+    with _widened_fsdp1(module), _widened_fsdp2(units, shift):
+        try:
+            yield
+        finally:
+            reshard(module)  # while each unit still knows the format of what it gathered
 
 
-def _set_back(undo: list[Callable[[], None]]) -> None:
-    for each in undo:
-        each()
-
-
-def _widen_fsdp1(module: torch.nn.Module) -> Callable[[], None]:
+@contextmanager
+def _widened_fsdp1(module: torch.nn.Module) -> Iterator[None]:
     """Gather by FSDP1's ``use_full_precision_in_eval``, with the wrapped modules alone in eval: modules inside, such as
     dropout, keep their mode."""
     wrapped = [unit for unit in module.modules() if isinstance(unit, FSDP1)]
@@ -240,18 +237,17 @@ def _widen_fsdp1(module: torch.nn.Module) -> Callable[[], None]:
     handles = fsdp1_handles(module)
     modes = [(owner, owner.training) for owner in owners.values()]
     flags = [(part, part._use_full_prec_in_eval) for part in [*handles, *wrapped]]
-    for owner, _ in modes:
-        owner.training = False  # of this module alone, where .eval() goes down
-    for part, _ in flags:
-        part._use_full_prec_in_eval = True
-
-    def undo() -> None:
+    try:
+        for owner, _ in modes:
+            owner.training = False  # of this module alone, where .eval() goes down
+        for part, _ in flags:
+            part._use_full_prec_in_eval = True
+        yield
+    finally:
         for owner, mode in modes:
             owner.training = mode
         for part, flag in flags:
             part._use_full_prec_in_eval = flag
-
-    return undo
 
 
 _GATHERED = (
@@ -265,30 +261,30 @@ _GATHERED = (
 """The attributes of FSDP2's parameter that hold its gathered copy, and what that is gathered from."""
 
 
-def _widen_fsdp2(units: list[Any], shift: Shift | None) -> Callable[[], None]:
+@contextmanager
+def _widened_fsdp2(units: list[Any], shift: Shift | None) -> Iterator[None]:
     """Give each parameter another gathered copy, in float32, and put training's own objects back afterwards."""
     params = list(fsdp2_params(units))
     kept = [{name: vars(param)[name] for name in _GATHERED if name in vars(param)} for param in params]
     policies = [(unit, unit._mp_policy) for unit in units]
-    for param in params:
-        vars(param).pop("_unsharded_param", None)
-        param.all_gather_outputs, param._unsharded_inner_tensors = [], []
-        param.param_dtype = None if param.sharded_param.dtype == torch.float32 else torch.float32
-        param.reduce_dtype = None
-        if param.sharded_param.dtype in HALVES:
-            param._sharded_param_data = wide = param._sharded_param_data.float()
-            _add_shift(wide, param.sharded_param, shift)
-    for unit, policy in policies:
-        unit._mp_policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=policy.cast_forward_inputs)
-
-    def undo() -> None:
+    try:
+        for param in params:
+            vars(param).pop("_unsharded_param", None)
+            param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+            param.param_dtype = None if param.sharded_param.dtype == torch.float32 else torch.float32
+            param.reduce_dtype = None
+            if param.sharded_param.dtype in HALVES:
+                param._sharded_param_data = wide = param._sharded_param_data.float()
+                _add_shift(wide, param.sharded_param, shift)
+        for unit, policy in policies:
+            unit._mp_policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=policy.cast_forward_inputs)
+        yield
+    finally:
         for param, was in zip(params, kept, strict=True):
             vars(param).pop("_unsharded_param", None)
             vars(param).update(was)
         for unit, policy in policies:
             unit._mp_policy = policy
-
-    return undo
 
 
 # ---- weights that are kept in half precision

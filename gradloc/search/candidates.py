@@ -23,8 +23,7 @@ from .task import CULPRIT_SHARE, Span, Task
 MAX_MISSES = 2
 """Backwards that may prove nothing: of tokens that no share names, and of candidates in a row, since those behind them
 are quieter still."""
-_MAX_SENT = 64  # candidates per rank
-_MAX_KEPT = 256  # candidates of all ranks: host work must not grow with the square of the ranks
+_MAX_SENT = 64  # candidates per rank; four times as many are kept, as host work must not grow with the ranks' square
 _NEARLY_ALL = 0.9  # of what a row carries, or of its tokens
 FEW = 3
 """Culprits that are looked at one by one: if so few tokens carry a row it is they and not the row, and the norms of so
@@ -264,7 +263,7 @@ def _merge(task: Task, local: Callable[[], list[_Found]], named: Sequence[Span])
 
 
 def _merge_sized(task: Task, local: Callable[[], list[_Found]]) -> list[tuple[float, Span]]:
-    """Merge the largest candidates of all ranks, the same on every rank: at most ``_MAX_KEPT``."""
+    """Merge the largest candidates of all ranks, the same on every rank: at most four times what a rank sends."""
     ranks, most = task.prober.ranks, max(_MAX_SENT, 2 * task.max_culprits)
 
     def largest() -> list[_Found]:
@@ -272,7 +271,7 @@ def _merge_sized(task: Task, local: Callable[[], list[_Found]]) -> list[tuple[fl
 
     gathered = ranks.gather(ranks.run_local_synced(largest))
     sent = ((rank, found) for rank, part in enumerate(gathered) for found in part)
-    kept = heapq.nsmallest(max(_MAX_KEPT, most), sent, key=lambda item: (*_order(item[1])[:2], item[0], item[1][2]))
+    kept = heapq.nsmallest(4 * most, sent, key=lambda item: (*_order(item[1])[:2], item[0], item[1][2]))
     return [(size, Span(bound, span, index, rank, start, end)) for rank, (size, index, start, end, span, bound) in kept]
 
 

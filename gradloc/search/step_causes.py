@@ -299,14 +299,13 @@ def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | No
     """
     prober, space = task.prober, task.prober.space
     everything = range(prober.step.num_micro_batches)
-    num_probes = 0 if task.reran is not None else len(everything)
-    if task.unit != 1.0 or not task.can_afford(backwards=num_probes):
+    if task.unit != 1.0 or not task.can_afford(backwards=0 if task.reran else len(everything)):
         return None
-    known = None if task.reran is None else (task.reran.norm, task.reran.difference)
-    norm, difference = _again(task) if known is None or None in known else known
+    reran = task.reran or rerun(task)
+    norm, difference = reran.norm, reran.difference
     assert norm is not None and difference is not None
-    if difference > REPLAY_TOLERANCE:
-        if known is not None and None not in known:
+    if not difference <= REPLAY_TOLERANCE:
+        if task.reran:
             _again(task)  # which leaves it in .grad
         return _not_reproduced(task, {"rerun_norm": norm, "rerun_difference": difference}), norm
     if shares.unseen or not task.can_afford(forwards=2 * len(everything)):
