@@ -16,10 +16,11 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from lab.benchmarks.links import FAULTS, STRENGTHS, judged, matrix, sentence
+from lab.benchmarks.links import FAULTS, STRENGTHS, Plant, judged, matrix, sentence
 from lab.benchmarks.run import Record, as_typed, digest, finish, parser
 
 HEALTHY = 24
@@ -65,9 +66,51 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+BATCH: dict[str, tuple[Any, float]] = {"token": ((5, 3), 1e4), "row": (5, 1e3), "batch": (slice(None), 1e3)}
+"""Fault of the batch -> whose advantages are multiplied, and by what."""
+
+
+def plant(made: Any, fault: str, is_gradual: bool, seed: int, attempt: int) -> Plant:
+    """Return a fault of :mod:`lab.benchmarks.links` in this trainer's engine."""
+    ends = ("model.norm.weight", "lm_head.weight")
+    planted = Plant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ends, attempt)
+    planted.weight_factor, planted.moment_factor = 50.0, 1e-12  # the tiny model takes more
+    return planted
+
+
+def update_with(made: Any, fault: Plant, step: int, batch: Any) -> None:
+    """Run one update, ``step`` counted from the fault's first."""
+    part, take, optimizer = fault.part(step), made.engine.optimizer_step, made.engine.optimizer
+    if part == 0:
+        made.update(batch)
+        return
+    fault.before_forward()
+    if fault.name in BATCH:
+        rows, factor = BATCH[fault.name]
+        if fault.name != "batch":
+            rows = (rows[0] + fault.attempt, rows[1]) if isinstance(rows, tuple) else rows + fault.attempt
+        batch.batch["advantages"][rows] *= (factor * fault.strength) ** part
+
+    def optimizer_step() -> Any:
+        fault.after_backward(part)
+        return take()
+
+    own_step = optimizer.step
+
+    def step_at_fault(*args: Any, **given: Any) -> Any:  # after the norm was seen
+        with fault.optimizer_at_fault():
+            return own_step(*args, **given)
+
+    with (
+        mock.patch.object(made.engine, "optimizer_step", optimizer_step),
+        mock.patch.object(optimizer, "step", step_at_fault),
+    ):
+        made.update(batch)
+
+
 def measure(seed: int, folder: str) -> list[Record]:
     """Return the judged first event of each kind of fault; called inside a rank."""
-    from tests.adapters.verl09.harness import ACTOR, make_batch, make_trainer, plant, save_model, update_with
+    from tests.adapters.verl09.harness import ACTOR, make_batch, make_trainer, save_model
     from tests.world.events import read_events
 
     torch.set_num_threads(1)

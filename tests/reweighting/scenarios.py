@@ -92,38 +92,19 @@ def by_hand(dump_dir: str, eta: float) -> dict[str, Any]:
     return {"ours": ours.weights_hash(), "by_hand": plain.weights_hash()}
 
 
-def spikes(dump_dir: str, stages: list[str], max_events: int = 1) -> dict[str, Any]:
-    """Spikes planted among the low- or the high-probability tokens, with the localizer on."""
+def spike(dump_dir: str, stage: str) -> dict[str, Any]:
+    """A spike planted among the low- or the high-probability tokens, with the localizer on."""
     actor = "actor_rollout_ref.actor"
     on = [f"{actor}.spike_detection=true", f"{actor}.grad_norm_threshold=640"]
-    trainer = make_trainer([*on, f"{actor}.gradloc.trigger.max_events_per_step={max_events}", ALGORITHM], dump_dir)
-    batch, planted = batch_of(1), []
+    trainer, batch = make_trainer([*on, ALGORITHM], dump_dir), batch_of(1)
     prob, mask = batch.batch["old_log_probs"].exp(), batch.batch["response_mask"].bool()
-    for wanted in [prob < 0.3 if stage == "low" else prob > 0.7 for stage in stages]:
-        planted.append(tuple((mask & wanted).nonzero()[3].tolist()))
-        plant(batch, *planted[-1], 1e5)
+    planted = tuple((mask & (prob < 0.3 if stage == "low" else prob > 0.7)).nonzero()[3].tolist())
+    plant(batch, *planted, 1e5)
     out = trainer.update(batch)
     return {
         "planted": planted,
         "events": [(address(e), e["step"]["stage"], e["certificate"]["verdict"]) for e in out["events"]],
         "metrics": out["metrics"],
-    }
-
-
-def learned_by_stage(dump_dir: str) -> dict[str, Any]:
-    """What trigger and stabilizers have learned of each stage after three updates."""
-    actor = "actor_rollout_ref.actor"
-    stabilize = [f"{actor}.gradloc.stabilize.{key}" for key in ("layer_clip.rule=adagc", "skip_step.enable=true")]
-    trainer = make_trainer([f"{actor}.spike_detection=true", *stabilize, ALGORITHM], dump_dir)
-    for seed in range(3):
-        out = trainer.update(batch_of(seed))
-    return {
-        "histories": {
-            stage: [position["log_norms"] for position in history["positions"]]
-            for stage, history in trainer.driver.state()["histories"].items()
-        },
-        "state": trainer.hook.stabilizers.state(),
-        "last_norms": {stage: out["metrics"][f"lopti/{stage}/grad_norm"][0] for stage in ("low", "high")},
     }
 
 

@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lab.benchmarks.links import Plant
 from tests.world import DEVICE, SHARDING
 from tests.world.configs import config_of
 from tests.world.harness import (
@@ -322,55 +321,6 @@ def train_with_an_engine_of_its_own(overrides: list[str], model_dir: str) -> dic
 
 
 HEALTHY = 23
-BATCH: dict[str, tuple[Any, float]] = {"token": ((5, 3), 1e4), "row": (5, 1e3), "batch": (slice(None), 1e3)}
-"""Of a fault of the batch: whose advantages are multiplied, and by what."""
-
-
-def plant(made: Trainer, fault: str, is_gradual: bool = False, seed: int = 0, attempt: int = 0) -> Plant:
-    """A fault of :mod:`lab.benchmarks.links` in this trainer's engine."""
-    ends = ("model.norm.weight", "lm_head.weight")
-    planted = Plant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ends, attempt)
-    planted.weight_factor, planted.moment_factor = 50.0, 1e-12  # the tiny model takes more
-    return planted
-
-
-def update_with(made: Trainer, fault: Plant, step: int, batch: Any) -> dict[str, Any]:
-    """One update, ``step`` counted from the fault's first; returns the trainer's metrics."""
-    part, take, optimizer = fault.part(step), made.engine.optimizer_step, made.engine.optimizer
-    if part == 0:
-        return made.update(batch)
-    fault.before_forward()
-    if fault.name in BATCH:
-        rows, factor = BATCH[fault.name]
-        if fault.name != "batch":
-            rows = (rows[0] + fault.attempt, rows[1]) if isinstance(rows, tuple) else rows + fault.attempt
-        batch.batch["advantages"][rows] *= (factor * fault.strength) ** part
-
-    def optimizer_step() -> Any:
-        fault.after_backward(part)
-        return take()
-
-    own_step = optimizer.step
-
-    def step_at_fault(*args: Any, **given: Any) -> Any:  # after the norm was seen
-        with fault.optimizer_at_fault():
-            return own_step(*args, **given)
-
-    with (
-        mock.patch.object(made.engine, "optimizer_step", optimizer_step),
-        mock.patch.object(optimizer, "step", step_at_fault),
-    ):
-        return made.update(batch)
-
-
-def train_with_fault(overrides: list[str], model_dir: str, fault: str, stock: bool = False) -> dict[str, Any]:
-    """Healthy updates, one with a fault, and the one after it; the harness' batches are alike enough to be healthy."""
-    made = make_trainer(overrides, model_dir, stock=stock)
-    planted, norms = plant(made, fault), []
-    for step in range(HEALTHY + 2):
-        metrics = update_with(made, planted, step - HEALTHY, make_batch(seed=(step + 1) % 7))
-        norms.append(float(metrics["actor/grad_norm"]))
-    return {"weights": made.weights_hash(), "norms": norms}
 
 
 def train_until_ratios_run_away(overrides: list[str], model_dir: str) -> list[float]:
@@ -386,33 +336,6 @@ def train_until_ratios_run_away(overrides: list[str], model_dir: str) -> list[fl
 
     with mock.patch.object(made.engine, "optimizer_step", optimizer_step):
         return [*norms, float(made.update(make_batch(seed=HEALTHY % 7))["actor/grad_norm"])]
-
-
-NEW_TOKEN, NEW_ROW = 1, 5  # make_batch draws none below 3
-
-
-def train_until_a_new_token_runs_away(overrides: list[str], model_dir: str) -> list[float]:
-    """Healthy updates of two epochs; in the last, the first epoch makes the new token of one row's answer likely."""
-    made = make_trainer([*overrides, f"{ACTOR}.ppo_epochs=2", *UNCLIPPED], model_dir)
-    (head,) = (param for name, param in made.engine.module.named_parameters() if name.endswith("lm_head.weight"))
-    norms = [float(made.update(make_batch(seed=step % 7))["actor/grad_norm"]) for step in range(HEALTHY)]
-    batch = make_batch(seed=HEALTHY % 7)
-    answers = batch.batch
-    answers["input_ids"][NEW_ROW, NUM_PROMPT:] = answers["responses"][NEW_ROW] = NEW_TOKEN
-    answers["advantages"][NEW_ROW] = answers["response_mask"][NEW_ROW].float()
-    step, epochs = made.engine.optimizer.step, iter(range(2))
-
-    def optimizer_step(*args: Any, **given: Any) -> Any:
-        if next(epochs) == 0 and dist.get_rank() == 0:  # its shard begins with the first row
-            moment, grad = (
-                getattr(each, "_local_tensor", each)
-                for each in (made.engine.optimizer.state[head]["exp_avg"], head.grad)
-            )
-            moment[NEW_TOKEN] = 30.0 * grad[NEW_TOKEN]
-        return step(*args, **given)
-
-    with mock.patch.object(made.engine.optimizer, "step", optimizer_step):
-        return [*norms, float(made.update(batch)["actor/grad_norm"])]
 
 
 UNCLIPPED = [f"{ACTOR}.clip_ratio_{name}=1e9" for name in ("low", "high", "c")]
