@@ -116,7 +116,12 @@ LAYOUTS = {
 """The first are part of the default tests; sequence parallelism goes with TP unless it says otherwise."""
 
 
+def marks_of(layout: str, default: Sequence[str]) -> list[pytest.MarkDecorator]:
+    """Mark a case as slow unless its layout is one of these."""
+    return [] if layout in default else [pytest.mark.slow]
+
+
 def in_layouts(*names: str, default: Sequence[str] = DEFAULT) -> Any:
     """Repeat a test for these layouts; by default for those of ``default`` and no others."""
-    marks = {name: () if name in default else (pytest.mark.slow,) for name in names}
-    return pytest.mark.parametrize("layout", [pytest.param(name, marks=marks[name]) for name in names], indirect=True)
+    cases = [pytest.param(name, marks=marks_of(name, default)) for name in names]
+    return pytest.mark.parametrize("layout", cases, indirect=True)

@@ -15,7 +15,7 @@ from tests.adapters.verl09.layouts import test_distillation
 from tests.stabilize import test_actor as stabilizers
 from tests.world.events import read_events
 
-from .layouts import DEFAULT, MEGATRON, in_layouts
+from .layouts import DEFAULT, MEGATRON, in_layouts, marks_of
 
 ACTOR = "actor_rollout_ref.actor"
 ON = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
@@ -39,106 +39,58 @@ BIAS = [
 ]
 
 
-def same(test, *layouts, default=DEFAULT, **given):
-    """That test of verl 0.7's actor in these layouts."""
-
-    @in_layouts(*layouts, default=default)
-    def run(world, dump_dir):
-        test(world, dump_dir, **given)
-
-    return run
-
-
-def slow(test, *layouts, **given):
-    """The same, and none of it by default."""
-    return same(test, *layouts, default=(), **given)
-
-
-asked_again = (
+ASKED_AGAIN = (
     test_identities.test_the_loss_asked_again_gives_what_the_backward_left_and_other_tensors_what_theirs_leaves
 )
-masked_step = test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit
-shares = test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped
-test_planted_culprits_and_nothing_else_are_named = same(
-    test_localization.test_planted_culprits_and_nothing_else_are_named,
-    *(*DEFAULT, *PAIRS[1:]),  # the oracle has two layers
-    default=("PP 2",),
-    plants=TWO,
-)
-test_a_spike_of_the_kl_term_is_found_and_its_term_named = slow(
-    test_localization.test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named, "PP 2", "TP 2"
-)
-test_a_gradient_that_is_not_finite_is_traced_and_masked = same(
-    test_trigger.test_a_norm_that_is_not_finite_in_the_warm_up_is_looked_into_certified_and_masked, "PP 2", kind="nan"
-)
-test_the_shares_of_all_tokens_add_up_however_they_are_grouped = same(
-    shares,
-    *(*DEFAULT, *PAIRS, *KERNELS, *ON_CPU[:1], *CP),
-    default=("TP 2",),
-    layout=TERMS,
-)
-test_the_loss_asked_again_gives_what_the_backward_left = same(
-    asked_again, *(*DEFAULT, *CP), default=("PP 2",), dtype=[], policy=test_identities.OFF_POLICY
-)
-test_the_norm_under_another_setting_is_that_of_the_update_run_with_it = slow(
-    test_cures.test_the_norm_under_another_setting_is_that_of_the_update_run_with_it,
-    *(*DEFAULT, *CP),
-    kind="pushed down",
-)
-test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit = slow(
-    test_cures.test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit,
-    *("TP 2", "PP 2", "experts, EP 2"),
-    name="pushed down",
-    layout=[],
-)
-test_so_it_is_where_tokens_leave_the_loss = slow(
-    test_cures.test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit, "TP 2", "PP 2", name="veto", layout=[]
-)
-test_the_shares_add_up_where_routers_have_biases = same(shares, "experts, EP 2", layout=BIAS)
-test_a_masked_step_is_training_without_the_culprits_bit_for_bit = same(
-    masked_step,
-    *(*DEFAULT, *PAIRS, *KERNELS, *ON_CPU, *CP),
-    default=("TP 2", "DP 2, sharded optimizer", "experts, EP 2"),
-    strategy=[],
-    dropout=0.0,
-)
-test_a_step_with_routers_losses_is_masked_bit_for_bit_too = slow(
-    masked_step,
-    *("experts, EP 2", "experts, PP 2 x EP 2", "CP 2, experts, EP 2", "CP 2, experts, EP 2, by tokens"),
-    strategy=[loss.format(0.01) for loss in LOSSES],
-    dropout=0.0,
-)
-test_a_step_with_routers_biases_is_masked_bit_for_bit_too = slow(
-    masked_step, "experts, EP 2", "experts, PP 2 x EP 2", strategy=BIAS, dropout=0.0
-)
-test_every_appearance_of_a_culprit_is_masked_over_mini_batches_and_epochs = slow(
-    test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it,
-    *(*DEFAULT, *ON_CPU[:1]),
-    layout=[],
-)
-test_a_token_that_the_teacher_thinks_otherwise_of_is_found = slow(
-    test_distillation.test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause,
-    "PP 2",
-    "TP 2",
-    layout=test_distillation.AS_REWARD,
-)
-test_skip_takes_no_step_at_all = same(
-    test_failures.test_skip_takes_no_step_at_all,
-    "DP 2, sharded optimizer",
-    "PP 2",
-    *ON_CPU,
-    default=("DP 2, sharded optimizer",),
-)
-test_a_run_under_safe_trains = slow(stabilizers.test_a_run_under_safe_trains, "TP 2", *CP)
-test_abort_stops_the_run_with_the_event_on_disk = slow(
-    test_failures.test_abort_stops_the_run_with_the_event_on_disk, "TP 2"
-)
-test_a_process_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered = slow(
-    test_failures.test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered,
-    *("PP 2", "TP 2", "experts, EP 2"),
-    strategy="auto",
-    stride=12,
-)
+MASKED = test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit
+SHARES = test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped
+PLANTED = test_localization.test_planted_culprits_and_nothing_else_are_named
+KL = test_localization.test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named
+NOT_FINITE = test_trigger.test_a_norm_that_is_not_finite_in_the_warm_up_is_looked_into_certified_and_masked
+CURE = test_cures.test_the_norm_under_another_setting_is_that_of_the_update_run_with_it
+HEALED = test_cures.test_a_healed_step_is_the_one_that_the_setting_takes_bit_for_bit
+TEACHER = test_distillation.test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause
+EVERY_EPOCH = test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it
+BOUNDARIES = test_failures.test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered
+ROUTERS = ("experts, EP 2", "experts, PP 2 x EP 2", "CP 2, experts, EP 2", "CP 2, experts, EP 2, by tokens")
+FIRST_THREE = ("PP 2", "TP 2", "experts, EP 2")
+SAME = [
+    (PLANTED, {"plants": TWO}, (*DEFAULT, *PAIRS[1:]), ("PP 2",)),  # the oracle has two layers
+    (KL, {}, ("PP 2", "TP 2"), ()),
+    (NOT_FINITE, {"kind": "nan"}, ("PP 2",), ("PP 2",)),
+    (SHARES, {"layout": TERMS}, (*DEFAULT, *PAIRS, *KERNELS, *ON_CPU[:1], *CP), ("TP 2",)),
+    (SHARES, {"layout": BIAS}, ("experts, EP 2",), ("experts, EP 2",)),
+    (ASKED_AGAIN, {"dtype": [], "policy": test_identities.OFF_POLICY}, (*DEFAULT, *CP), ("PP 2",)),
+    (CURE, {"kind": "pushed down"}, (*DEFAULT, *CP), ()),
+    (HEALED, {"name": "pushed down", "layout": []}, ("TP 2", "PP 2", "experts, EP 2"), ()),
+    (HEALED, {"name": "veto", "layout": []}, ("TP 2", "PP 2"), ()),
+    (MASKED, {"strategy": [], "dropout": 0.0}, (*DEFAULT, *PAIRS, *KERNELS, *ON_CPU, *CP), ("TP 2", *DEFAULT[2:])),
+    (MASKED, {"strategy": [loss.format(0.01) for loss in LOSSES], "dropout": 0.0}, ROUTERS, ()),
+    (MASKED, {"strategy": BIAS, "dropout": 0.0}, ROUTERS[:2], ()),
+    (EVERY_EPOCH, {"layout": []}, (*DEFAULT, *ON_CPU[:1]), ()),
+    (TEACHER, {"layout": test_distillation.AS_REWARD}, ("PP 2", "TP 2"), ()),
+    (test_failures.test_skip_takes_no_step_at_all, {}, (DEFAULT[2], "PP 2", *ON_CPU), DEFAULT[2:3]),
+    (test_failures.test_abort_stops_the_run_with_the_event_on_disk, {}, ("TP 2",), ()),
+    (BOUNDARIES, {"strategy": "auto", "stride": 12}, FIRST_THREE, ()),
+    (stabilizers.test_a_run_under_safe_trains, {}, ("TP 2", *CP), ()),
+]
+"""Tests of verl 0.7's actor: one, what it is given, the layouts that it is repeated for, and those by default."""
+CASES = [
+    pytest.param(
+        layout,
+        test,
+        given,
+        id=f"{test.__name__.removeprefix('test_')}-{number}-{layout}",
+        marks=marks_of(layout, default),
+    )
+    for number, (test, given, layouts, default) in enumerate(SAME)
+    for layout in layouts
+]
+
+
+@pytest.mark.parametrize(("layout", "test", "given"), CASES, indirect=["layout"])
+def test_it_is_so_on_megatron(world, dump_dir, test, given):
+    test(world, dump_dir, **given)
 
 
 @in_layouts(*DEFAULT, *PAIRS, *ON_CPU[:1], *CP, default=("DP 2, sharded optimizer", "experts, EP 2"))
@@ -154,7 +106,7 @@ def test_moving_the_weights_does_not_send_a_token_to_other_experts(world, dump_d
     assert all(0.98 < closure < 1.02 for closure in found), found
 
 
-@in_layouts("experts, EP 2", "experts, PP 2 x EP 2", "CP 2, experts, EP 2", "CP 2, experts, EP 2, by tokens")
+@in_layouts(*ROUTERS)
 def test_a_spike_of_routers_losses_is_no_tokens(world, dump_dir):
     losses = [setting.format(3e4) for setting in LOSSES]
     world.run("spikes.update_batch", kind="healthy", overrides=ON + losses, dump_dir=dump_dir)
