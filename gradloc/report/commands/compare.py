@@ -4,8 +4,6 @@
 import argparse
 from pathlib import Path
 
-from rich.table import Table
-
 from ...explain.text import one_line
 from .. import output
 from ..pages import page, terminal
@@ -60,10 +58,8 @@ def _print(comparison: Comparison) -> None:
     console = terminal.console()
     console.print(comparison.parted)
     for head, rows in _tables(comparison):
-        table = Table(head, *map(one_line, comparison.names), box=None, padding=(0, 3, 0, 0))
-        for row in rows[:LISTED]:
-            table.add_row(*(one_line(cell, 90) for cell in row))
-        console.print(table, "")
+        cells = ([one_line(cell, 90) for cell in row] for row in rows[:LISTED])
+        console.print(terminal.table((head, *map(one_line, comparison.names)), cells, gap=3), "")
         if len(rows) > LISTED:
             console.print(f"And {len(rows) - LISTED} more; --format json has all.", style="dim")
 

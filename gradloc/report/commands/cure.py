@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from ...explain.next_step import next_step
 from ...explain.text import one_line, plural
 from ...record import Cured, Event
@@ -51,14 +49,13 @@ def run(args: argparse.Namespace) -> int:
             f"gradloc {args.path}"
         )
         return 0
-    table = Table("heals", "does not", "not known", "setting", box=None, padding=(0, 2, 0, 0))
-    for line, heals, fails in counted:
-        table.add_row(
-            f"{heals} of {len(measured)}", str(fails), str(len(measured) - heals - fails), one_line(line, 120)
-        )
-    console.print(table)
-    left_out = len(folder.events) - len(measured)
-    if left_out:
+    num = len(measured)
+    rows = (
+        (f"{heals} of {num}", str(fails), str(num - heals - fails), one_line(line, 120))
+        for line, heals, fails in counted
+    )
+    console.print(terminal.table(("heals", "does not", "not known", "setting"), rows))
+    if left_out := len(folder.events) - num:
         console.print(f"{plural(left_out, 'other event')} of it tried none.", style="dim")
     terminal.warn(folder.notes)
     return 0

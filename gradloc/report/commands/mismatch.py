@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
 from ...explain.numbers import number, percent
 from ...explain.text import plural
@@ -100,10 +99,7 @@ def evidence(verdict: Verdict, kind: str) -> list[tuple[str, str]]:
 def show(console: Console, name: str, verdict: Verdict, verdicts: dict[str, Verdict]) -> None:
     """Prints one step's verdict, and the names of the others'."""
     console.print(f"{name}: {headline(verdict)}", style="bold")
-    table = Table(box=None, padding=(0, 3, 0, 0), show_header=False)
-    for fact in facts(verdict):
-        table.add_row(*fact)
-    console.print(table)
+    console.print(terminal.table((), facts(verdict), gap=3))
     for kind in verdict.kinds:
         row = KINDS[kind]
         console.print(f"\n{row.sentence}\nSeen by: {', '.join(' '.join(each) for each in evidence(verdict, kind))}.")
@@ -179,15 +175,14 @@ def show_means(console: Console, run: LoggedRun, health: RunHealth) -> None:
     worst = health.findings[0].worst if health.findings else None
     said = worst.sentence if worst else "No rule finds fault with how much the two differ."
     console.print(f"{run.name}: {said}", style="bold")
-    table = Table("metric", "first", "median", "largest, at step", box=None, padding=(0, 3, 0, 0))
-    metrics = run.metrics
+    metrics, rows = run.metrics, []
     called = {own: name for name, own in metrics.called.items()}
     for own in health.metrics:
         known = metrics.known(called.get(own, own))
         step, most = max(known, key=lambda point: abs(point[1]))
         middle = median(value for _, value in known)
-        table.add_row(own, number(known[0][1], 3), number(middle, 3), f"{number(most, 3)}, step {step}")
-    console.print(table)
+        rows.append((own, number(known[0][1], 3), number(middle, 3), f"{number(most, 3)}, step {step}"))
+    console.print(terminal.table(("metric", "first", "median", "largest, at step"), rows, gap=3))
     console.print(
         f"Judged from {plural(len(health.verdicts), 'row')}. A log of means says how much rollout and trainer differ, "
         "not why: for the kind, name a file with both log-probs of each token (gradloc mismatch --help)."

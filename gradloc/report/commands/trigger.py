@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ... import checks
 from ...explain.numbers import number, percent
@@ -142,10 +141,8 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
             f"median: {percent(middle.ratio, 2)}."
         )
     if spikes:
-        table = Table("step", "norm", "threshold", "norm over threshold", box=None, padding=(0, 3, 0, 0))
-        for j in spikes[:SHOWN]:
-            table.add_row(str(j.step), number(j.norm, 3), number(j.threshold, 3), number(j.ratio, 3))
-        console.print(table)
+        rows = ([str(j.step), *(number(value, 3) for value in (j.norm, j.threshold, j.ratio))] for j in spikes[:SHOWN])
+        console.print(terminal.table(("step", "norm", "threshold", "norm over threshold"), rows, gap=3))
     if len(spikes) > SHOWN:
         console.print(f"And {len(spikes) - SHOWN} more; --json writes them all.", style="dim")
     console.print()

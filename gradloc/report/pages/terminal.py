@@ -7,7 +7,7 @@ Tokens are untrusted: text is made visible first and never parsed as rich's mark
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from rich.console import Console
@@ -49,6 +49,14 @@ def console(**options) -> Console:
     return _Printable(highlight=False, markup=False, emoji=False, **options)
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], gap: int = 2) -> Table:
+    """Make a table without lines; columns are ``gap`` blanks apart, and an empty head is not shown."""
+    made = Table(*head, box=None, padding=(0, gap, 0, 0), show_header=bool(head))
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 def warn(notes: list[str]) -> None:
     """Print notes to standard error."""
     for note in notes:
@@ -61,7 +69,9 @@ def summary(run: RunFolder, events: Events) -> None:
     out.print(one_line(run.name), style="bold")
     steps: dict[str, str] = {}
     if len(events) == 1:
-        _print_document(out, document(events[0], run))
+        story = document(events[0], run)
+        _print_head(out, story)
+        _print_sections(out, story.sections)
         steps["the page of it, with every token"] = f"{run.show_command(events.rows[0].event_id)} -o event.html"
     elif events:
         worst = max(range(len(events)), key=lambda at: events.rows[at].severity)
@@ -97,11 +107,6 @@ def _print_next(out: Console, steps: dict[str, str]) -> None:
         out.print(f"    {one_line(command)}", style="cyan", soft_wrap=True)
 
 
-def _print_document(out: Console, made: EventDocument) -> None:
-    _print_head(out, made)
-    _print_sections(out, made.sections)
-
-
 def _print_head(out: Console, made: EventDocument) -> None:
     out.print(one_line(made.headline), style="bold red")
     out.print(f"{made.title}; {made.verdict}; {made.event.event_id}", style="dim")
@@ -131,10 +136,7 @@ def _print_block(out: Console, block: Block) -> None:
     elif isinstance(block, Heading):
         out.print(block.text, style="italic")
     elif isinstance(block, Cells):
-        table = Table(*block.head, box=None, padding=(0, 2, 0, 0))
-        for row in block.rows[:CULPRITS]:
-            table.add_row(*(f'"{one_line(cell.text, 24)}"' if isinstance(cell, TokenCell) else cell for cell in row))
-        out.print(table)
+        out.print(table(block.head, ([_cell(cell) for cell in row] for row in block.rows[:CULPRITS])))
         if len(block.rows) > CULPRITS:
             out.print(f"And {len(block.rows) - CULPRITS} more.", style="dim")
     elif isinstance(block, Facts):
@@ -153,16 +155,20 @@ def _print_block(out: Console, block: Block) -> None:
         out.print(f"  ({block.summary}: on the page, and in --format md)", style="dim")
 
 
+def _cell(cell: str | TokenCell) -> str:
+    return f'"{one_line(cell.text, 24)}"' if isinstance(cell, TokenCell) else cell
+
+
 def event_table(rows: Sequence[EventRow]) -> Table:
     """Make a table with a row per event."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
+    made = Table(box=None, padding=(0, 1, 0, 0))
+    made.add_column("event", no_wrap=True, overflow="fold")  # --event wants the whole name
     widths = {"norm": 5, "x thresh.": 5, "culprit": 7, "fault": 5, "cause": 9, "certificate": 11}
     for head, width in widths.items():
-        table.add_column(head, no_wrap=head == "norm", min_width=width)
+        made.add_column(head, no_wrap=head == "norm", min_width=width)
     for row in rows:
         more = f" +{row.num_culprits - 1}" if row.num_culprits > 1 else ""
-        table.add_row(
+        made.add_row(
             one_line(row.event_id),
             number(row.norm),
             number(times(row.norm, row.threshold), 3),
@@ -171,16 +177,17 @@ def event_table(rows: Sequence[EventRow]) -> Table:
             spoken(row.cause) or "–",
             spoken(row.verdict),
         )
-    return table
+    return made
 
 
 def _group_table(groups: Sequence[EventGroup]) -> Table:
     """Make a table with a row per kind of event."""
-    table = Table("fault", "cause", "events", "last at step", "look at", box=None, padding=(0, 2, 0, 0))
-    for group in groups:
-        cells = (spoken(group.fault) or "–", spoken(group.cause) or "–", f"{group.count:,}", f"{group.last:,}")
-        table.add_row(*cells, one_line(group.worst.event_id))
-    return table
+    rows = (
+        [spoken(kind) or "–" for kind in (group.fault, group.cause)]
+        + [f"{group.count:,}", f"{group.last:,}", one_line(group.worst.event_id)]
+        for group in groups
+    )
+    return table(("fault", "cause", "events", "last at step", "look at"), rows)
 
 
 def diagnosis(folder: RunFolder) -> None:
@@ -218,9 +225,7 @@ def diagnosis(folder: RunFolder) -> None:
         steps = {"step by step, with what people do about it": f"gradloc health {where}"} if health else {}
         if any(first.judged):
             steps["other settings of the trigger"] = f"gradloc trigger {where} --set cap=6"
-        steps |= {
-            "the page": f"gradloc {where} -o page.html",
-        }
+        steps["the page"] = f"gradloc {where} -o page.html"
         _print_next(out, steps)
 
 
