@@ -131,12 +131,19 @@ class Metrics:
 
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return the steps and values at which one metric is finite, in order."""
-        pairs = zip(self.steps, self.series.get(name, ()), strict=False)
-        return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+        return [(step, value) for step, value in self.logged(name) if math.isfinite(value)]
 
     def has(self, name: str) -> bool:
         """Return whether any step has this metric."""
         return any(value is not None for value in self.series.get(name, ()))
+
+    def first(self, names: Iterable[str]) -> str:
+        """Return the first of these metrics that was logged; empty where none was."""
+        return next(filter(self.has, names), "")
+
+    def own(self, name: str) -> str:
+        """Return the log's own name of a metric."""
+        return self.called.get(name, name)
 
     def finite(self, name: str) -> list[float]:
         """Return the finite values of one metric, in order."""
@@ -145,12 +152,12 @@ class Metrics:
     @property
     def norm(self) -> str | None:
         """The metric that holds the gradient norms: the step's largest where that was logged; None without norms."""
-        return next((name for name in (MAX, MEAN) if self.has(name)), None)
+        return self.first((MAX, MEAN)) or None
 
     @property
     def own_norm(self) -> str:
         """The norm's name in the log itself."""
-        return self.called.get(self.norm or "", self.norm or "norm")
+        return self.own(self.norm or "norm")
 
     @property
     def norms(self) -> list[float]:

@@ -85,8 +85,8 @@ class Diagnosis:
     def ground(self) -> str:
         """Say which rows and metrics it was judged from."""
         metrics = self.run.metrics
-        names = [metrics.norm or "", *(next(filter(metrics.logged, known), "") for _, known, *_ in EFFECTS)]
-        own = dict.fromkeys(metrics.called.get(name, name) for name in names if name)
+        names = [metrics.norm or "", *(metrics.first(known) for _, known, *_ in EFFECTS)]
+        own = dict.fromkeys(metrics.own(name) for name in names if name)
         count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
         num_skips = sum(not skip.is_nan_loss for skip in self.run.skips)
         skips = [f"{plural(num_skips, 'line')} of skipped steps"] if num_skips else []
@@ -286,10 +286,9 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         when = "of it" if is_growth else "after it"
         effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
     else:
-        is_logged = any(metrics.logged(name) for _, names, *_ in EFFECTS for name in names)
         effects = "the log has no reward, entropy or loss, so its effect is unknown"
-        if is_logged:
-            effects = f"too few steps follow in the log to see what it did to {_deciding_of(metrics)}"
+        if any(metrics.first(names) for _, names, *_ in EFFECTS):
+            effects = f"too few steps follow in the log to see what it did to {_deciding(metrics)}"
     return f"{effects[0].upper()}{effects[1:]}.", hurt
 
 
@@ -383,7 +382,7 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
     if worst.kind == "start":
         return f"No need to resume. Continue{end}", on
     if is_hurt is False and worst.kind != "growth":
-        return f"No need to resume: the {_deciding(run)} held. Continue{end}", on
+        return f"No need to resume: the {_deciding(run.metrics)} held. Continue{end}", on
     if is_first and begin != "late" and worst.kind == "lost":
         start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
         return (
@@ -391,21 +390,18 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
             "and the first batch's data and labels."
         ), ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
-    verb = "rises" if _deciding(run) == "loss" else "falls"
+    deciding = _deciding(run.metrics)
+    verb = "rises" if deciding == "loss" else "falls"
     logged = [step for step, _ in surviving(worst.segment).logged(worst.segment.metrics.norm or "")]
     last = max((step for step in logged if step < worst.first), default=worst.first - 1)
     before = last + 1 if interval(run.metrics) > 1 else worst.first
-    condition = "" if is_certain else f"If the {_deciding(run)} {verb}, "
+    condition = "" if is_certain else f"If the {deciding} {verb}, "
     sentence, command = _resume(run, before, condition)
     return f"{earlier.strip()} {sentence}".strip(), command
 
 
-def _deciding(run: LoggedRun) -> str:
-    """Return the metric that decides whether the run is healthy: its reward, else its loss."""
-    return _deciding_of(run.metrics)
-
-
-def _deciding_of(metrics: Metrics) -> str:
+def _deciding(metrics: Metrics) -> str:
+    """Return the metric that decides whether a run is healthy: its reward, else its loss."""
     return "loss" if loss_of(metrics)[1] else "reward"
 
 

@@ -12,14 +12,14 @@ from ...explain.text import plural
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
 from ...health.judge import worst_first
 from ...health.rules import READ
-from ..logs.names import is_norm
+from ..logs.names import is_norm, listed
 from ..logs.recording import Metrics
 from ..memory import uncollected
 
 LOGGED = "health/state"
 CLIP = 1.0
 """verl's own clip limit, used where none is named."""
-_LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
+LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,7 @@ class RunHealth:
         if not self.num_unwell and len(self.verdicts) <= self.warmup:
             return f"Too short to judge: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
         if not self.num_unwell:
-            names = ", ".join(self.metrics[:5]) + (
-                f" and {len(self.metrics) - 5} more" if len(self.metrics) > 5 else ""
-            )
-            return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {names}."
+            return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
         verb = "was" if self.num_unwell == 1 else "were"
         share = f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy"
         worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
@@ -176,7 +173,7 @@ def _by_the_log(verdict: Judgement, metrics: Metrics, at: int) -> Judgement:
     ]
     unsound = [reason for reason in reasons if reason.name == "non_finite" and is_norm(reason.metric)]
     if unsound and verdict.state == STATES[-1]:
-        losses = [values[at] for name in _LOSSES if (values := metrics.series.get(name)) and values[at] is not None]
+        losses = [values[at] for name in LOSSES if (values := metrics.series.get(name)) and values[at] is not None]
         if losses and all(loss and math.isfinite(loss) for loss in losses):  # a Trainer writes 0 for a NaN
             lowered = replace(unsound[0], state=STATES[1], note="The loss is finite: such steps were skipped.")
             reasons[reasons.index(unsound[0])] = lowered

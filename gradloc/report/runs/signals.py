@@ -16,9 +16,8 @@ from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES, VALUE_LOSS
 from ..logs.names import is_training_loss
 from ..logs.recording import Metrics, Skip
 from ..logs.segments import LoggedRun
-from .health import ranges
+from .health import LOSSES, ranges
 
-LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
 EFFECTS = (
     ("reward", SCORES, 0.7, None),
     ("entropy", ENTROPY, 0.5, 2.0),
@@ -70,13 +69,13 @@ def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
     """Return the loss's own name and values; empty where there is none, or where the run has a reward."""
     if any(metrics.finite(name) for name in SCORES):
         return "", []
-    name = next((name for name in LOSSES if metrics.logged(name)), "")
-    return metrics.called.get(name, name), metrics.logged(name)
+    name = metrics.first(LOSSES)
+    return metrics.own(name), metrics.logged(name)
 
 
 def sound_loss(metrics: Metrics, first: int) -> str:
     """Say that the loss is finite from a step on, with its range; empty where it is not finite or not logged."""
-    name = next((name for name in LOSSES if metrics.logged(name)), "")
+    name = metrics.first(LOSSES)
     values = [value for step, value in metrics.logged(name) if step >= first]
     if not values or not all(map(math.isfinite, values)):
         return ""
@@ -87,12 +86,8 @@ def sound_loss(metrics: Metrics, first: int) -> str:
     steps = [step for step, _ in metrics.logged(name)]
     if steps[-1] == first and len(steps) > 1:  # what this step did shows in the next one
         return ""
-    span = (
-        number(min(values), 3)
-        if min(values) == max(values)
-        else f"{number(min(values), 3)} to {number(max(values), 3)}"
-    )
-    return f"{metrics.called.get(name, name)} is finite in {plural(len(values), 'row')} from step {first} on ({span})"
+    span = " to ".join(number(value, 3) for value in dict.fromkeys((min(values), max(values))))
+    return f"{metrics.own(name)} is finite in {plural(len(values), 'row')} from step {first} on ({span})"
 
 
 def lost_loss(run: LoggedRun, lost: Sequence[int]) -> str:
@@ -100,10 +95,14 @@ def lost_loss(run: LoggedRun, lost: Sequence[int]) -> str:
     name, logged = loss_of(run.metrics)
     zeros = [step for step, value in logged if value == 0 and step in lost]
     if zeros:
-        return f"{name} is 0 at {'step' if len(zeros) == 1 else 'steps'} {ranges(zeros)}: a Trainer writes 0 for a NaN."
+        return f"{name} is 0 {_at(zeros)}: a Trainer writes 0 for a NaN."
     if not logged and run.format.startswith("Megatron"):
         return "The loss is not in these rows: Megatron leaves it out where it is NaN."
     return ""
+
+
+def _at(steps: Sequence[int]) -> str:
+    return f"at {'step' if len(steps) == 1 else 'steps'} {ranges(steps)}"
 
 
 def begins(run: LoggedRun) -> str:
@@ -154,22 +153,17 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         if not lost or is_lost and title == "loss":
             continue
         is_lost |= title == "loss"
-        own, value = metrics.called.get(name, name), next(v for _, v in logged if not math.isfinite(v))
+        own, value = metrics.own(name), next(v for _, v in logged if not math.isfinite(v))
         before = [(step, known) for step, known in logged if step < lost[0]]
         was = f"; it was {number(before[-1][1], 3)} at step {before[-1][0]}" if before else ""
         if lost == [step for step, _ in logged if step >= lost[0]]:
             where = f"from step {lost[0]} on, to the end of the log ({plural(len(lost), 'row')})"
         else:
-            where = f"at {'step' if len(lost) == 1 else 'steps'} {ranges(lost)}, of {plural(len(logged), 'row')}"
+            where = f"{_at(lost)}, of {plural(len(logged), 'row')}"
         is_resumed = title == "loss" and before and lost[-1] == logged[-1][0]
         advice = "" if before else _repeats(title, begins(run))
-        yield Sign(
-            "unfinite",
-            f"{own} is {number(value)} {where}{was}.",
-            advice,
-            lost[0],
-            before[-1][0] + 1 if is_resumed else None,
-        )
+        before_it = before[-1][0] + 1 if is_resumed else None
+        yield Sign("unfinite", f"{own} is {number(value)} {where}{was}.", advice, lost[0], before_it)
 
 
 def _reported(run: LoggedRun) -> Sign | None:
@@ -185,11 +179,9 @@ def _repeats(title: str, begin: str) -> str:
     """Advise on a fault that a log has from its first row on."""
     if begin == "late":
         return "It began before this log: look at the earlier log, and for a checkpoint from before it began."
-    what = (
-        "precision, learning rate, and the first batch's data and labels"
-        if title == "loss"
-        else f"how {title} is computed"
-    )
+    what = f"how {title} is computed"
+    if title == "loss":
+        what = "precision, learning rate, and the first batch's data and labels"
     start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
     return f"{start} a restart with the same settings will repeat it. Look at {what}."
 
@@ -263,8 +255,8 @@ def _skips_of(run: LoggedRun) -> list[Skip]:
 
 
 def _vanished(metrics: Metrics) -> Sign | None:
-    name, logged = loss_of(metrics)
-    known = [(step, value) for step, value in logged if math.isfinite(value)][:_SOON]
+    name, _ = loss_of(metrics)
+    known = metrics.known(name)[:_SOON]
     norms = [norm for _, norm in metrics.known(metrics.norm or "")][:_SOON]
     if len(known) < 2 or known[0][1] < 0.1 or min(value for _, value in known) < 0:
         return None
@@ -286,10 +278,9 @@ def _height(metrics: Metrics) -> Sign | None:
     losses = [abs(value) for value in metrics.finite(name)]
     if not norms or median(norms) < HEIGHT or not losses or median(losses) > 100:
         return None
-    own = metrics.called.get(name, name)
     sentence = (
-        f"{metrics.own_norm} is {number(median(norms), 3)} in the median of {plural(len(norms), 'row')}, and {own} is "
-        f"{number(median(losses), 2)}: no run trains at such a norm."
+        f"{metrics.own_norm} is {number(median(norms), 3)} in the median of {plural(len(norms), 'row')}, and "
+        f"{metrics.own(name)} is {number(median(losses), 2)}: no run trains at such a norm."
     )
     advice = (
         "Look whether the norm is logged before the division by the loss scale or the number of tokens; else one "
@@ -327,7 +318,7 @@ def _collapse(metrics: Metrics) -> Sign | None:
             # the largest change need not be at the first such value
             while at > _AROUND and (is_away[at - 1] or (values[at - 1] - was) * (now - was) > scatter * abs(now - was)):
                 at -= 1
-            found.append((known[at][0], known[at - 1][0], title, metrics.called.get(name, name), was, now))
+            found.append((known[at][0], known[at - 1][0], title, metrics.own(name), was, now))
     if not found:
         return _parted(metrics) or _drift(metrics)
     step, before_it, title, own, was, now = min(found)
@@ -341,8 +332,8 @@ def _collapse(metrics: Metrics) -> Sign | None:
 
 def _loss_spike(metrics: Metrics) -> Sign | None:
     """Find the highest jump of a supervised run's loss above the values before it."""
-    own, logged = loss_of(metrics)
-    known = [(step, value) for step, value in logged if math.isfinite(value)]
+    own, _ = loss_of(metrics)
+    known = metrics.known(own)
     best: tuple[float, int, float] | None = None
     for at in range(_AROUND, len(known) if is_supervised(metrics) else 0):
         value = known[at][1]
@@ -379,8 +370,8 @@ def _bounds(title: str, was: float) -> tuple[float, float]:
 
 def _parted(metrics: Metrics) -> Sign | None:
     """Find a short log's loss whose later values are all over 1.5 times every earlier one, of two values twice."""
-    own, logged = loss_of(metrics)
-    known = [(step, value) for step, value in logged if math.isfinite(value)]
+    own, _ = loss_of(metrics)
+    known = metrics.known(own)
     for at in range(2, len(known) - 2 if len(known) < 2 * _AROUND + 4 else 0):
         highest, lowest = max(value for _, value in known[:at]), min(value for _, value in known[at:])
         if 0 < (2 if min(at, len(known) - at) < 3 else 1.5) * highest < lowest:
@@ -406,7 +397,7 @@ def _drift(metrics: Metrics) -> Sign | None:
         scatter = 4 * median(abs(value - best) for _, value in parts[at])
         is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
         if is_away and abs(end - best) > scatter:
-            verb, own, last = ("fell" if end < best else "rose"), metrics.called.get(name, name), parts[at][-1][0]
+            verb, own, last = ("fell" if end < best else "rose"), metrics.own(name), parts[at][-1][0]
             sentence = (
                 f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end."
             )
