@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m gradloc.report`` is ``gradloc``'s part that reads runs."""
+"""``python -m gradloc.report`` is ``gradloc`` without installing it."""
 
 import sys
 
-from .cli import main
+from ..command import main
 
 sys.exit(main())

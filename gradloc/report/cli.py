@@ -12,24 +12,9 @@ import warnings
 
 from ..explain.text import one_line
 from . import __version__
-from .commands import COMMANDS, EXIT_CODES
+from .commands import COMMANDS
 from .errors import ReportError, did_you_mean
 from .output import say
-
-EPILOG = f"""\
-examples:
-  gradloc train.log                        any run's log: what exploded, and what that did
-  gradloc runs/demo-1                      a summary in the terminal
-  gradloc runs/demo-1 -o report.html       the whole report, one file
-  gradloc runs/demo-1 --event ID -o e.html one event with every token
-  gradloc runs/demo-1 --format csv         one line per culprit
-  gradloc health runs/demo-1               was the run well, step by step
-  gradloc compare runs/a runs/b            two runs side by side
-  gradloc cure runs/demo-1                 which setting heals how many of its spikes
-  gradloc trigger train.log --set cap=6    what the trigger would have flagged
-  gradloc watch runs/demo-1                a run that is going on
-
-{EXIT_CODES}"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,12 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gradloc",
-        description="Shows what spiked in a run, which tokens did it, and why.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="gradloc")  # gradloc/command.py has its help
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
