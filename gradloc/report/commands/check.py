@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from ...core.memory_plans import PLANS
 from ...explain.text import one_line, plural
 from ...forecast import MODELS, Forecast, Model, Plan, forecast, model_of
@@ -87,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         checked = Checked("verl", None, [], str(error), None)
     except ModuleNotFoundError as error:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
-    out, table = terminal.console(), Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    except (ValueError, *_WRONG_KINDS) as error:
+        raise ReportError(f"the config has a setting that is missing, 0 or no number ({error}).") from None
     rows = [("refused", checked.refusal or checked.unchecked or "GradLoc refuses nothing")]
     if not checked.refusal:
         rows.append(("on", ", ".join(checked.features) or "nothing"))
@@ -96,10 +95,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.deliver(None, output.as_json({"config": args.config, "trainer": checked.trainer, **dict(rows)}))
         return 1 if checked.refusal else 0
+    out = terminal.console()
     out.print(one_line(f"{args.config}: {checked.trainer}"), style="bold")
-    for name, text in rows:
-        table.add_row(name, one_line(text, 2000))
-    out.print(table)
+    out.print(terminal.table((), ((name, one_line(text, 2000)) for name, text in rows)))
     return 1 if checked.refusal else 0
 
 
@@ -197,8 +195,6 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         raise ReportError(f"{path or 'the config'} cannot be read: {one_line(why, 300)}.") from None
     except ValueError as error:
         return Checked(trainer, None, [], str(error), None)
-    except _WRONG_KINDS as error:
-        raise ReportError(f"{path or 'the config'} has a setting that is missing, 0 or no number ({error}).") from None
 
 
 def _read_alone(overrides: Sequence[str]) -> Checked:
@@ -229,16 +225,11 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     try:
         config = OmegaConf.merge(config, OmegaConf.from_dotlist(dotted))
         settings, health = settings_in(config), health_in(config)
-        on = ["actor_rollout_ref.actor.gradloc.enable"] * bool(settings.enable) + ["trainer.health.enable"] * bool(
-            health
-        )
-        why = (
-            "not known here: verl is not installed, so its defaults are not known; the names of our settings are right"
-        )
     except ValueError as error:
         return Checked("verl", None, [], str(error), None)
-    except _WRONG_KINDS as error:
-        raise ReportError(f"the overrides have a setting that is missing, 0 or no number ({error}).") from None
+    switched = {"actor_rollout_ref.actor.gradloc.enable": settings.enable, "trainer.health.enable": health}
+    on = [key for key, is_on in switched.items() if is_on]
+    why = "not known here: verl is not installed, so its defaults are not known; the names of our settings are right"
     try:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS):  # batch sizes that only verl's defaults say
@@ -268,10 +259,7 @@ def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus
             refuse(setup_in(content, gpus), settings)
     except (ValueError, TypeError) as error:
         return Checked("TRL", None, [], str(error), None)
-    try:
-        plan = plan_of(content, gpus, min(gpus, 8))
-    except (ValueError, *_WRONG_KINDS) as error:
-        raise ReportError(f"the config has a setting that is missing, 0 or no number ({error}).") from None
+    plan = plan_of(content, gpus, min(gpus, 8))
     on = ["gradloc"] * (settings is not None) + ["health"] * (health is not None)
     return Checked("TRL", settings, on, "", plan)
 
