@@ -44,26 +44,23 @@ def read_document(source: Source) -> list[Recording]:
         lists = [part for part in document.values() if isinstance(part, list) and part and isinstance(part[0], dict)]
         if len(lists) == 1 and one_value(lists[0][0]) is not None:  # {"metrics": [{"key": ..., "value": ...}, ...]}
             document = lists[0]
-    made = Recording(source.name, "JSON", notes=source.notes)
-    if not isinstance(document, dict):
-        made.rows = gather(_single_values(source, document))
-        if not made.rows:
-            _add_rows(made, document)
-    elif isinstance(document.get("cells"), list):
-        return _read_notebook(source, document["cells"])
-    elif isinstance(document.get("series"), list):
-        made.format = "JSON of a series"
-        name = str(document.get("metric", ""))
+    known = document if isinstance(document, dict) else {}
+    made, entries = Recording(source.name, "JSON", notes=source.notes), None
+    if isinstance(known.get("cells"), list):
+        return _read_notebook(source, known["cells"])
+    if isinstance(known.get("series"), list):
+        name = str(known.get("metric", ""))
         name = name if is_norm(name) else "grad_norm"
-        pairs = (pair for pair in document["series"] if isinstance(pair, list) and len(pair) == 2)
-        _add_rows(made, [{"step": step, name: norm} for step, norm in pairs])
-    elif isinstance(document.get("log_history"), list):
-        made.format = "trainer_state.json"
-        _add_rows(made, document["log_history"])
+        pairs = (pair for pair in known["series"] if isinstance(pair, list) and len(pair) == 2)
+        made.format, entries = "JSON of a series", [{"step": step, name: norm} for step, norm in pairs]
+    elif isinstance(known.get("log_history"), list):
+        made.format, entries = "trainer_state.json", known["log_history"]
     else:
-        made.rows = gather(sorted(_single_values(source, document)))
-        if not made.rows:
-            _add_rows(made, _entries_of(document))
+        values = _single_values(source, document)
+        made.rows = gather(sorted(values) if known else values)
+    if not made.rows:
+        others = _entries_of(known) if known else document
+        _add_rows(made, others if entries is None else entries)
     if not made.rows and (texts := texts_of(document)):
         return read_lines(source, "\n".join(texts))
     return [made]

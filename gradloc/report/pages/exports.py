@@ -59,18 +59,10 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
     """
     document: dict[str, Any] = {"run": run.name, "notes": run.notes, "events": [*events]}
     if run.events_root is None:
+        said = ("kind", "headline", "sentences", "command", "ground", "limits")
         document["diagnoses"] = [
-            {
-                "run": d.run.name,
-                "judged": d.is_judged,
-                "kind": d.kind,
-                "headline": d.headline,
-                "sentences": d.sentences,
-                "command": d.command,
-                "ground": d.ground,
-                "limits": d.limits,
-            }
-            for d in run.diagnoses
+            {"run": found.run.name, "judged": found.is_judged} | {name: getattr(found, name) for name in said}
+            for found in run.diagnoses
         ]
     return as_json(document)
 
