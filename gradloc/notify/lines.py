@@ -2,6 +2,7 @@
 """Formats an event as one line and as table rows, and the command that opens it. Pure, standard library only."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,20 @@ from ..explain.numbers import bounded, number
 from ..explain.story import headline, pronoun, quote, says_reason, step_cause
 from ..record import Culprit, Event
 
-COLUMNS = (
-    *("event", "step", "token", "position", "sequence", "rank", "micro_batch"),
-    *("share", "share_error", "grad_norm", "advantage"),
-)
-
+COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
+    "event": lambda event, culprit: event.event_id,
+    "step": lambda event, culprit: event.step.global_step,
+    "token": lambda event, culprit: quote(culprit),
+    "position": lambda event, culprit: culprit.positions[0],
+    "sequence": lambda event, culprit: culprit.sequence_id,
+    "rank": lambda event, culprit: culprit.rank,
+    "micro_batch": lambda event, culprit: culprit.micro_batch,
+    "share": trusted_share,
+    "share_error": lambda event, culprit: None if trusted_share(event, culprit) is None else culprit.share_error,
+    "grad_norm": lambda event, culprit: culprit.grad_norm,
+    "advantage": lambda event, culprit: culprit.at("advantage"),
+}
+"""The columns of the trackers' table of culprits."""
 DONE = {
     "observe": "step taken",
     "mask": "step taken without the culprits",
@@ -58,7 +68,7 @@ def not_written(root: Path, why: str) -> str:
 
 def table_rows(events: list[Event]) -> list[list[Any]]:
     """Return one row per culprit, under :data:`COLUMNS`."""
-    return [_row(event, culprit) for event in events for culprit in event.culprits]
+    return [[column(event, culprit) for column in COLUMNS.values()] for event in events for culprit in event.culprits]
 
 
 def _who(event: Event) -> str:
@@ -67,20 +77,3 @@ def _who(event: Event) -> str:
     carry = "" if share is None else f" {'carry' if more else 'carries'} {share}"
     where = "" if event.step.dp_size == 1 else f" (rank {first.rank})"
     return f"{quote(first)}{where}{f' and {more} more' if more else ''}{carry}"
-
-
-def _row(event: Event, culprit: Culprit) -> list[Any]:
-    share = trusted_share(event, culprit)
-    return [
-        event.event_id,
-        event.step.global_step,
-        quote(culprit),
-        culprit.positions[0],
-        culprit.sequence_id,
-        culprit.rank,
-        culprit.micro_batch,
-        share,
-        culprit.share_error if share is not None else None,
-        culprit.grad_norm,
-        culprit.at("advantage"),
-    ]
