@@ -105,27 +105,23 @@ def scored_batch(rewards: list[float], per_group: int) -> Any:
 
 
 def analyse(
-    kind: str, dump_dir: str, rewards: list[float], per_group: int, overrides: list[str], spoil: str = ""
+    kind: str, dump_dir: str, rewards: list[float], per_group: int, overrides: list[str], has_advantages: bool
 ) -> dict[str, Any]:
     """One analysis of the training batch: its metrics, its files, and what it did to the batch."""
     trainer = StandIn([f"trainer.{kind}_analysis_mode=True", *overrides], f"{dump_dir}-{dist.get_rank()}")
     batch = scored_batch(rewards, per_group)
-    if spoil == "no advantages":
-        batch.batch["advantages"].zero_()
-    elif spoil == "a log-prob that is NaN":
-        batch.batch["old_log_probs"][3, 0] = float("nan")
+    batch.batch["advantages"] *= has_advantages
     before = {key: value.clone() for key, value in batch.batch.items()}
     metrics, timing = {}, {}
     ends = trainer.gradloc.analyze(trainer, batch, metrics, timing)
     analysis = trainer.analysis.buckets or trainer.analysis.quartiles
     folder = Path(analysis.about.root) / f"{kind}_analysis"
-    files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return {
         "ends": ends,
         "metrics": metrics,
         "timing": timing,
-        "files": files,
-        "record": json.loads((folder / "step_1.json").read_text()) if files else None,
+        "files": sorted(path.name for path in folder.iterdir()),
+        "record": json.loads((folder / "step_1.json").read_text()),
         "tables": [name for tables, *_ in trainer.wandb.logged for name in tables],
         "vital": [error.__name__ for error in analysis.about.vital],
         "batch_is_same": list(before) == list(batch.batch.keys())
@@ -133,10 +129,6 @@ def analyse(
         "old_log_probs": batch.batch["old_log_probs"].tolist(),
         "response_mask": batch.batch["response_mask"].tolist(),
     }
-
-
-def is_built(dump_dir: str, overrides: list[str]) -> bool:
-    return StandIn(overrides, dump_dir).analysis is not None
 
 
 def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: list[str]) -> dict[str, Any]:

@@ -78,18 +78,3 @@ def test_the_learning_rate_advances_once_a_step_or_with_each_of_loptis_stages(ca
     settings = ["+gradloc=off", f"algorithm.lopti.step_lr_each_stage={each}"]
     found, _ = call("rates", settings)
     assert found == pytest.approx(expected)
-
-
-def test_the_metrics_of_loptis_stages_are_told_apart_and_their_losses_add_up(train):
-    terms = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.05", f"{ACTOR}.gradloc.enable=null"]
-    frozen = [f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.weight_decay=0", "+gradloc=on"]
-    both, ordinary = (
-        train([*frozen, *terms, *of_lopti], num_steps=1)[0]["metrics"]
-        for of_lopti in (["algorithm.lopti.enable=true", "algorithm.lopti.quantile=0.5"], [])
-    )
-    for name in ("pg_loss", "kl_loss", "entropy_loss", "loss"):
-        assert both[f"actor/{name}"] == pytest.approx(ordinary[f"actor/{name}"], rel=1e-5, abs=1e-7)
-        parts = [both[f"lopti/{stage}/{name}"] for stage in ("low", "high")]
-        assert sum(parts) == pytest.approx(both[f"actor/{name}"], rel=1e-5, abs=1e-7)
-    assert both["lopti/low/share"] + both["lopti/high/share"] == pytest.approx(1)
-    assert both["lopti/low/grad_norm"] > 0 and both["lopti/high/grad_norm"] > 0

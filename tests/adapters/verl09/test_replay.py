@@ -56,18 +56,6 @@ def test_a_replay_has_the_gradient_of_the_runs_loss(world, single, name, tmp_pat
     assert record["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_an_event_with_pictures_is_replayed_with_them(world, single, tmp_path):
-    events = str(tmp_path / "events")
-    settings = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=640"]
-    settings.append(f"{ACTOR}.gradloc.evidence.bundle=full")
-    world.run("tests.world.models.vision.train", overrides=settings, dump_dir=events, advantage=1e4)
-    (bundle,) = (tmp_path / "events" / "events").iterdir()
-    record, event = replayed(single, bundle, f"{events}-model", tmp_path)
-    assert record["verdict"] == "same" and record["weights"]["verdict"] == "same"
-    assert record["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=1e-5)
-
-
 def replayed(single, bundle, model, folder):
     """What a replay has measured, and the event itself."""
     argv = [str(bundle), "--model", str(model), "--json", str(folder / "out.json")]
