@@ -77,7 +77,7 @@ SWITCHES = {
     needs.QUARTILES: "trainer.quartile_analysis_mode=true",
     needs.FILTER: "actor_rollout_ref.rollout.rollout_filter_value=0.5",
 }
-"""What switches a feature on in verl's config."""
+"""Feature -> overrides of verl's config that switch it on."""
 
 
 def refusals(*verls):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an adapter puts in the place of another package's things is gone afterwards, whatever happened meanwhile."""
+"""An adapter puts back what it replaced of another package, whatever happened meanwhile."""
 
 import pytest
 import torch

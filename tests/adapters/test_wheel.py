@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user installs, in an environment that has all else: no checkout, no PYTHONPATH, nothing downloaded."""
+"""Install the wheel as a user does, where all else is there: no checkout, no PYTHONPATH, nothing downloaded."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ found = [len(trainer.update(make_batch(seed=seed))["events"]) for seed in range(
 print(found, gradloc.__file__)
 """
 REPORT = ("jinja2", "matplotlib", "rich")
-"""What the report needs, and training does not."""
+"""Packages that the report needs, and training does not."""
 LOADED = "import sys, verl; print(*[name for name in sys.modules if name.startswith('gradloc.') and 'plugin' in name])"
 
 

@@ -24,7 +24,7 @@ TERMS = [
 
 
 def training_step(trainer: Any, batch: Any) -> tuple[torch.Tensor, float]:
-    """What verl's own update leaves in ``.grad`` (this rank's shard, flat), and the loss."""
+    """Return what verl's own update leaves in ``.grad`` (this rank's shard, flat), and the loss."""
     rng = torch.get_rng_state()
     gradient, loss = trainer.training_gradient(batch)
     torch.set_rng_state(rng)

@@ -49,7 +49,7 @@ class Run:
         self.sampled = sample_tokens(self.quartiles, NUM_TOKENS, seed=1)
 
     def measure(self):
-        """What the workers answer that are asked for the quartiles."""
+        """Return the workers' answer about the quartiles."""
         numbers = torch.full(self.quartiles.shape, -1)
         for number, place in enumerate(map(tuple, self.sampled)):
             numbers[place] = number
@@ -57,7 +57,7 @@ class Run:
         return self.ask(known, {NUM_SAMPLED_KEY: len(self.sampled)})
 
     def ask(self, known, request):
-        """What they answer to this request about these labels of the rows."""
+        """Return the workers' answer to this request, with these labels of the rows."""
         step, ranks = ToyStep(self.model, self.batch, M, loss=self.loss), Ranks()
         step.train()
         self.optimizer.zero_grad()
@@ -162,7 +162,7 @@ def test_a_tried_update_that_fails_is_taken_back():
 
 
 def largest_changes(found):
-    """Of every token's log-prob, by update; None where no step was taken."""
+    """Return the largest change of a token's log-prob, by update; None where no step was taken."""
     before, taken = found["log_probs"]["before"], found["log_probs"]
     return {
         name: None if after is None else max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True))

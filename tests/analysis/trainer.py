@@ -46,7 +46,7 @@ class Wandb:
 
 
 class StandIn:
-    """What the analyses and the filter touch of verl's trainer."""
+    """Stand in for verl's trainer as far as the analyses and the filter touch it."""
 
     use_critic = False
 

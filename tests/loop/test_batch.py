@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a healthy step is known by: a few numbers of each row, from padded tensors and from those without padding."""
+"""A few numbers of each row describe a healthy step, from padded tensors and from those without padding."""
 
 import pytest
 import torch

@@ -118,7 +118,7 @@ def test_abort_without_an_event_ends_the_run_too(tmp_path):
 
 
 class WithAdvantages(Loop):
-    """What a token is worth is its advantage."""
+    """A loop whose tokens have advantages."""
 
     def micro_batch(self, x, mask, weight):
         (-(self.log_probs(x, mask, advantages=weight) * mask * weight).sum() / 96).backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fingerprint says of weights, and how a difference is told."""
+"""Fingerprints of weights, and the sentence about a difference."""
 
 import copy
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks gather of a spike is what the step has: its numbers at the culprit, its terms, what was taken."""
+"""Ranks gather of a spike what the step has: its numbers at the culprit, its terms, what was taken."""
 
 import math
 from dataclasses import fields, replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver adds to what the ranks sent, and that an event that cannot be written stops nothing."""
+"""The driver completes what the ranks sent, and an event that cannot be written stops nothing."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def one(batch, culprit=CULPRIT, **more):
 
 
 def letters(row, first, last):
-    """Of a row's ids, from first to last."""
+    """Return the text of a row's ids, from first to last."""
     return "".join(LETTERS[(row * 12 + at) % 26] for at in range(first, last + 1))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank runs together: the two stages beside the ordinary update, by gradient."""
+"""Compare the two stages with the ordinary update, by gradient; every rank runs this together."""
 
 from typing import Any
 

@@ -65,7 +65,7 @@ def test_what_is_kept_is_the_share_of_all_response_tokens_advantages():
 
 
 def updated(log_prob=LOG_PROB, outputs=None, **settings):
-    """What Lopti asks of the actor, (stage, whether the learning rate stays), and the metrics that it makes of it."""
+    """Return Lopti's calls of the actor, (stage, whether the learning rate stays), and the metrics that it makes."""
     asked = []
 
     def update(stage, keeps_lr):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a world run: verl's real actor, and its real gradients gathered whole."""
+"""Scenarios on verl's real actor, whose gradients are gathered whole; they run inside a rank."""
 
 import copy
 import json

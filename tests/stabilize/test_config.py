@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused, with which sentence; and the cautious start. The rest: tests/adapters/test_requirements.py."""
+"""Sentences that refuse a setting, and the cautious start; tests/adapters/test_requirements.py has the rest."""
 
 ACTOR = "actor_rollout_ref.actor"
 STABILIZE = f"{ACTOR}.gradloc.stabilize"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch may have the model do otherwise at one token: react far too strongly to its weights, or be surer."""
+"""Make the model react far too strongly to its weights at one token of a batch, or be surer of it."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ class Amplified:
     layers: tuple[int, ...]
     row: int
     position: int
-    """Of the tokens that the model reads, prompt included."""
+    """Position among the tokens that the model reads, prompt included."""
     factor: float
 
 
@@ -30,7 +30,7 @@ class Sharpened:
 
     row: int
     position: int
-    """Of the response."""
+    """Position in the response."""
     factor: float
 
 

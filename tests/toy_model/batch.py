@@ -35,7 +35,7 @@ class Batch:
     reference_log_probs: torch.Tensor
     """(R, T) of the policy that a KL term holds on to."""
     amplified: Amplified | Sharpened | None = None
-    """What the model does otherwise at one token of this batch."""
+    """Another behaviour of the model at one token of this batch."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +45,7 @@ class Batch:
         return replace(self, **changes)
 
     def planted(self, advantages: Mapping[Place, float]) -> "Batch":
-        """The same batch with these tokens' advantages replaced."""
+        """Return the batch with these tokens' advantages replaced."""
         changed = self.advantages.clone()
         for place, advantage in advantages.items():
             changed[place] = advantage

@@ -31,7 +31,7 @@ PLACES = ("before", "block", "loss", "backward")
 
 
 class Injected(RuntimeError):
-    """What is raised."""
+    """An injected failure."""
 
 
 class FailingStep(ToyStep):
@@ -151,7 +151,7 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
 
 @contextmanager
 def memory_is(card: Card):
-    """What the search asks a device for, this one tells."""
+    """Answer the search's questions to a device by this one."""
     card.needs, card.ways = [], []
     cheapest_plan = MemoryNeed.cheapest_plan
 

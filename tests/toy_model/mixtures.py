@@ -91,7 +91,7 @@ def _group(kind: str, place: Place, places: list[Place], rows_per_rank: int) -> 
 
 
 def problems(told: dict[str, Any]) -> list[str]:
-    """What is wrong with a mixture's answer; nothing where it is right."""
+    """Return what is wrong with a mixture's answer; nothing where it is right."""
     found = [f"{told[name]} {name}" for name in ("missed", "innocent") if told[name]]
     if told["over"] and told["status"] == "found" and told["verdict"] != "explained":
         found.append(f"the verdict is {told['verdict']}")

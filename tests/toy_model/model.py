@@ -15,7 +15,7 @@ from tests.world import DEVICE
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a model is made of."""
+    """Sizes of a model."""
 
     vocabulary: int
     width: int

@@ -48,7 +48,7 @@ class Oracle:
         return self.norms([place])[place]
 
     def norms(self, places: Iterable[Place]) -> dict[Place, float]:
-        """The same for many tokens; one forward per row, one backward per token."""
+        """Return the norms of many tokens; one forward per row, one backward per token."""
         return {place: self._norm(loss) for place, loss in self._losses_at(places)}
 
     def row_norm(self, row: int) -> float:

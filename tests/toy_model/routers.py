@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backward may add on its way: losses that no log-prob shows, as routers have them, and an overflow."""
+"""Add to a backward on its way: losses that no log-prob shows, as routers have them, and an overflow."""
 
 from typing import Any
 

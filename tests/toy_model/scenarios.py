@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of a world does: one planted step, trained, searched and set back."""
+"""Train, search and set back one planted step, on a rank of a world."""
 
 import math
 from dataclasses import replace
@@ -115,7 +115,7 @@ def scatter(step: ToyStep, size: float, seed: int) -> None:
 
 
 def history_with_gaps(gaps: dict[int, int]) -> tuple[list[list[float]] | None, list[list[float]]]:
-    """What the tracker tells of five steps, and each step's own squared norms, where a rank had no time for one.
+    """Return the tracker's history of five steps, and each step's squared norms, where a rank had no time for one.
 
     Args:
         gaps: the number of that step, by rank.

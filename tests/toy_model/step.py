@@ -67,7 +67,7 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
 
 
 class Powers:
-    """What a localizer may ask of this trainer; its gradients are clipped to 1."""
+    """The localizer's handle on this trainer, whose gradients are clipped to 1."""
 
     clip_limit, scales_loss, takes_what_is_not_finite, is_unclipped = 1.0, False, False, False
 
@@ -87,7 +87,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 @dataclass(frozen=True)
 class Loss:
-    """What a token's loss is made of, and how much it counts."""
+    """Terms of a token's loss, and how much each counts."""
 
     clip: float = 0.2
     """PPO's clip ratio; verl's default."""

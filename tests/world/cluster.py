@@ -56,7 +56,7 @@ def update_without_policy(overrides: list[str], dump_dir: str) -> dict[str, Any]
 
 
 def resolve_relative(overrides: list[str], folder: str) -> str:
-    """What the workers are told of a relative folder for events."""
+    """Return the folder for events that workers get where the user gave a relative one."""
     os.makedirs(folder, exist_ok=True)
     before = os.getcwd()
     os.chdir(folder)

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 _GROUPS = ("model_engine=", "gradloc=")
-"""Of the defaults: by these Hydra chooses files."""
+"""Overrides of the defaults, by which Hydra chooses files."""
 
 
 def config_of(overrides: list[str], name: str = "ppo_trainer", folder: str | None = None) -> Any:
@@ -140,7 +140,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 class StandIn(SimpleNamespace):
-    """What building the hook touches of verl's trainer; a class that can be extended, as that."""
+    """Stand in for verl's trainer while its hook is built; a class that can be extended."""
 
 
 def _hook(config: Any) -> Any:
@@ -178,7 +178,7 @@ def health(config: Any) -> dict[str, Any]:
 
 
 def found_on(config: Any) -> tuple[str | None, bool]:
-    """What the patch's seam finds switched on, and whether the package's hook has a part that does something."""
+    """Return what the patch's seam finds switched on, and whether a part of the package's hook does something."""
     from verl.utils.gradloc_seam import switched_on
 
     found, hook = switched_on(config), _hook(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search says of other settings, against the same update run with them; runs inside a rank."""
+"""Compare what a search says of other settings with the same update run with them; runs inside a rank."""
 
 import math
 from contextlib import nullcontext
@@ -123,7 +123,7 @@ def _reward(batch: Any, scale: float, is_divided: bool) -> None:
 
 
 def grouped(algorithm: dict[str, Any], is_reweighted: bool, factor: float) -> dict[str, Any]:
-    """What a driver tells of a batch with GRPO's advantages, times a factor; ``algorithm`` is of the config."""
+    """Return the driver's groups of a batch with GRPO's advantages, times a factor; ``algorithm`` is of the config."""
     from omegaconf import OmegaConf
 
     batch = edited("rewards, divided")
@@ -134,7 +134,7 @@ def grouped(algorithm: dict[str, Any], is_reweighted: bool, factor: float) -> di
 
 
 def corrected(name: str) -> dict[str, list[float]]:
-    """What a setting of the rollout correction makes of a micro-batch that only fills a batch up: nothing."""
+    """Apply a setting of the rollout correction to a micro-batch that only fills a batch up: it changes nothing."""
     losses, cures = part("adapters.verl_common.losses"), part("explain.cures")
     assert name in losses.CORRECTIONS and name in cures.OF_BATCH
     tensors = dict(make_batch(rollout_noise=0.0).batch[:2])

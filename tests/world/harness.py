@@ -31,7 +31,7 @@ NUM_PROMPT, NUM_RESPONSE, VOCABULARY = 5, 12, 96
 
 
 def other_trainer() -> Any:
-    """What makes the trainer that these ranks have behave as verl 0.7's actor; None where it is that one."""
+    """Return the harness of the trainer that these ranks have; None for verl 0.7, whose harness this is."""
     if find_spec("verl") is None:
         return importlib.import_module("tests.adapters.trl.conformance")
     import verl
@@ -66,7 +66,7 @@ class Trainer:
     global_steps: int = 0
     train_dataset: Any = range(100)
     schedule: Any = None
-    """Of the learning rate; None where a test does not ask for it."""
+    """Schedule of the learning rate; None where a test does not ask for one."""
 
     hook = property(lambda self: self.gradloc)
     module = property(lambda self: self.actor.actor_module)
@@ -117,7 +117,7 @@ class Trainer:
         return local
 
     def training_gradient(self, batch: Any) -> tuple[list[Any], float]:
-        """What verl's own update leaves in ``.grad``, and the loss."""
+        """Return the gradient that verl's own update leaves in ``.grad``, and the loss."""
         actor, caught, losses = self.actor, [], []
 
         def keep_gradient():
@@ -137,7 +137,7 @@ class Trainer:
         return caught[0], float(sum(loss.detach() for loss in losses))
 
     def analyze(self, batch: Any) -> dict[str, Any]:
-        """What the worker answers that is asked for an analysis."""
+        """Return the worker's answer to a request for an analysis."""
         asked, local = part("adapters.verl07.hook").ASKED_KEY, self.local(batch)
         part("adapters.verl07.hook").watch_actor(SimpleNamespace(actor=self.actor, actor_lr_scheduler=None))
         request = {name: value for name, value in batch.meta_info.items() if name.startswith("gradloc_num")}
@@ -162,7 +162,7 @@ class Trainer:
         self.update_actor(batch)
 
     def update_actor(self, batch: Any) -> Any:
-        """What verl's worker group does: deal the rows out, update, bring the metrics together."""
+        """Deal the rows out, update, and bring the metrics together, as verl's worker group does."""
         local = batch.chunk(self.dp_size)[dist.get_rank() // self.sp_size]
         with self.without_flash_attention():
             metrics = self.actor.update_policy(local)
@@ -172,7 +172,7 @@ class Trainer:
 
     @contextmanager
     def without_flash_attention(self) -> Iterator[None]:
-        """What verl's worker does around an update, with what flash attention would do."""
+        """Surround an update as verl's worker does, and replace what flash attention would do."""
         from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
 
         attention = nullcontext()
@@ -210,7 +210,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def answer_of(batch: Any, metrics: dict[str, Any]) -> Any:
-    """What verl's worker group answers when this rank has these metrics of an update: of each name every rank's."""
+    """Return the worker group's answer, with every rank's value of each metric; ``metrics`` are this rank's."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, metrics)
     output = copy.copy(batch)
@@ -219,7 +219,7 @@ def answer_of(batch: Any, metrics: dict[str, Any]) -> Any:
 
 
 def asked(worker: Any, ask: Callable) -> Any:
-    """What verl's worker group answers when a function is run on every worker."""
+    """Run a function on every worker; return the answer of verl's worker group."""
     from verl import DataProto
 
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -229,7 +229,7 @@ def asked(worker: Any, ask: Callable) -> Any:
 
 @contextmanager
 def lines_of(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """What this logger says meanwhile, from that level on."""
+    """Collect the logger's lines meanwhile, from that level on."""
     lines: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -383,7 +383,7 @@ def own_scaler() -> Any:
 
 
 def log_probs(trainer: Any, batch: Any, micro_batch_size: int = 2) -> torch.Tensor:
-    """What the actor gives each response token, (B, T)."""
+    """Return the actor's log-prob of each response token, (B, T)."""
     if has_engine():
         return trainer.log_probs(batch)
     data = batch.select(["responses", "input_ids", "attention_mask", "position_ids"], [], [])

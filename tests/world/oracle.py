@@ -59,7 +59,7 @@ class Oracle:
         return self._backward(self._roots[place])
 
     def account(self, culprits: list[dict[str, Any]]) -> dict[str, Any]:
-        """What an event should say of these culprits, each of one token, by its names; and the whole ``gradient``.
+        """Return an event's true values of these culprits, each of one token, by its names; and the whole ``gradient``.
 
         All other tokens have a backward together: of all in one, half precision would round the others away.
         """
@@ -81,7 +81,7 @@ class Oracle:
 
 
 def place_of(culprit: dict[str, Any]) -> Place:
-    """Of an event's culprit, by its first token."""
+    """Return the place of an event's culprit, by its first token."""
     return culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["positions"][0]
 
 

@@ -72,7 +72,7 @@ def localize_planted(
 
 
 def _head_norm(model: torch.nn.Module, gradient: torch.Tensor) -> float:
-    """Of a flat gradient the output head's part; 0 where the head is frozen."""
+    """Return the norm of the output head's part of a flat gradient; 0 where the head is frozen."""
     named = [(name, param.numel()) for name, param in model.named_parameters() if param.requires_grad]
     parts = gradient.split([count for _, count in named])
     return sum(float(part.norm()) for (name, _), part in zip(named, parts, strict=True) if "lm_head" in name)

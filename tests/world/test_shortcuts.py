@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worlds do quicker than verl's parts is the same."""
+"""Shortcuts of the worlds give what verl's own parts give."""
 
 ACTOR = "actor_rollout_ref.actor"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same culprits, the oracle's, under every way of running the actor that is supported."""
+"""Culprits are the oracle's under every supported way of running the actor."""
 
 import itertools
 import json
@@ -107,7 +107,7 @@ def check_bound(world, dump_dir, settings, times):
 
 
 def check_consequence(event, found, tolerance):
-    """What the step did, against the oracle; grad_clip is 1."""
+    """Hold the consequence of the step against the oracle; grad_clip is 1."""
     norm, head_norm = found["oracle_norm"], found["oracle_head_norm"]
     assert event["head_grad_norm"] == pytest.approx(head_norm, rel=tolerance)
     done = event["consequence"]

@@ -80,7 +80,7 @@ def test_a_rehearsal_localizes_on_a_healthy_step(world, dump_dir):
 
 @default_on(verl07=NONE, verl09=NONE)
 def test_the_verdict_does_not_depend_on_how_tokens_are_dealt_out(world, single, dump_dir):
-    """The same batch on one or two ranks, in micro-batches of 1 to 8 rows: the same culprits."""
+    """One batch on one or two ranks, in micro-batches of 1 to 8 rows, has the same culprits."""
     answers = set()
     for name, ranks, rows in [("a", world, 1), ("b", world, 4), ("c", single, 2), ("d", single, 8)]:
         size = [f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}"]

@@ -39,7 +39,7 @@ def test_a_collapse_is_flagged_from_the_cap_to_its_end_and_nothing_after_it(run)
 
 @pytest.fixture
 def distance(run):
-    """Of the weights from the healthy twin's, in its own travel, by action."""
+    """Distance of the weights from the healthy twin's, over the distance that the twin went, by action."""
 
     def weights(mode, moment):
         return torch.cat([answer["weights"][moment] for answer in run[mode]])

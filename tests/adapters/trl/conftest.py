@@ -13,7 +13,7 @@ from tests.world import World
 
 collect_ignore_glob = [] if find_spec("trl") else ["*.py"]
 SAME = ("weights", "optimizer", "scheduler", "rng")
-"""What a run leaves behind that must be the same, bit for bit."""
+"""Parts of what a run leaves behind that must be the same, bit for bit."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def run_on_two(world: World, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """The same on two ranks: each rank's answer."""
+    """Run :func:`harness.run` on two ranks; returns each rank's answer."""
     return lambda name, folder="", **given: world.run(
         "tests.adapters.trl.harness.run", name=name, folder=str(tmp_path / (folder or name)), **given
     )

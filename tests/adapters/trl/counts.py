@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step asks of the device; runs inside a rank."""
+"""Count what a step asks of the device; runs inside a rank."""
 
 from contextlib import ExitStack
 from typing import Any

@@ -193,7 +193,7 @@ SMALL: dict[str, Any] = dict(
     disable_tqdm=True,
     gradient_checkpointing=False,
 )
-"""What every run's config has, whichever trainer: small and the same every time."""
+"""Settings of every run, whichever trainer: small and the same every time."""
 
 
 def config_of(base: Any, folder: str, **changed: Any) -> Any:

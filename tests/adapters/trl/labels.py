@@ -18,7 +18,7 @@ TEXTS = [" ".join(harness.LETTERS[(5 * i + j) % 30] for j in range(6 + i % 4)) f
 
 
 class Spoiling:
-    """What the loss does with one token's log-prob, at one step; it is a part of the loss, behind the forward."""
+    """Spoil one token's log-prob at one step, as a part of the loss, behind the forward."""
 
     is_cut = False
     """Whether nothing flows back through that token: what ``mask`` must agree with."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with a step that spikes; a NaN, which TRL's own trainer would take."""
+"""Actions on a step that spikes; a NaN, which TRL's own trainer would take."""
 
 import math
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may give, by keyword, YAML or command line, and what is refused with a sentence."""
+"""Settings by keyword, YAML or command line, and the sentences that refuse wrong ones."""
 
 from types import SimpleNamespace
 from unittest import mock

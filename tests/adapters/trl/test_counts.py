@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a healthy step of TRL's asks of the device beside TRL's own."""
+"""A healthy step asks little more of the device than TRL's own does."""
 
 from tests.world.spikes import ON
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs on a cluster from one machine: every process has its own disk and its own working folder."""
+"""A cluster, where every process has its own disk and its own working folder."""
 
 import os
 

@@ -33,7 +33,7 @@ def step_class() -> type:
 
 
 OURS = ("spike_detection=true", "gradloc", "algorithm.", "analysis", "filter")
-"""Of what is asked for; else verl's own trainer is taken."""
+"""Parts of overrides that ask for ours; without one verl's own trainer is taken."""
 BASE = [  # as the actor's harness has it
     f"{ACTOR}.gradloc.enable=null",  # spike_detection decides
     f"{MODEL}.use_remove_padding=false",
@@ -97,11 +97,11 @@ class Trainer(harness.Trainer):
 
     @functools.cached_property
     def actor(self) -> Any:
-        """Of verl 0.7's actor what a scenario changes; verl 0.9's engine has nothing of it."""
+        """Attributes of verl 0.7's actor that a scenario changes; verl 0.9's engine has none of them."""
         return SimpleNamespace()
 
     def training_gradient(self, batch: Any) -> tuple[list[Any], float]:
-        """What verl's own update leaves in ``.grad``, and the loss."""
+        """Return the gradient that verl's own update leaves in ``.grad``, and the loss."""
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
         own, caught, losses, sampled = self.worker.actor.loss_fn, [], [], self._as_sampled(batch)
@@ -133,7 +133,7 @@ class Trainer(harness.Trainer):
         return data
 
     def analyze(self, batch: Any) -> dict[str, Any]:
-        """What the worker answers that is asked for an analysis."""
+        """Return the worker's answer to a request for an analysis."""
         from gradloc.adapters.verl09.engine import ASKED_KEY, AnalysisRequest, record_of_actor, watch_actor
         from gradloc.config import GradLocConfig
         from verl.utils import tensordict_utils as tu

@@ -68,7 +68,7 @@ COMMON = [
     "trainer.project_name=tests",
     "trainer.experiment_name=harness",
 ]
-"""Of every run, whichever engine."""
+"""Overrides of every run, whichever engine."""
 
 
 def make_config(overrides: list[str], model_dir: str) -> Any:
@@ -132,13 +132,13 @@ class Trainer:
         return metrics
 
     def ask(self, ask: Any) -> Any:
-        """What verl's worker group answers when a function is run on every worker."""
+        """Run a function on every worker; return the answer of verl's worker group."""
         answer = asked(self.worker, ask)
         self.reports = sorted(answer.meta_info.values(), key=lambda report: report.process) or self.reports
         return answer
 
     def update_actor(self, meta: Any) -> Any:
-        """What verl's worker group does: deal the rows out, update, return the first rank's metrics."""
+        """Deal the rows out, update, and return the first rank's metrics, as verl's worker group does."""
         from verl.utils import tensordict_utils as tu
 
         local = meta.chunk(self.dp_size)[self.engine.get_data_parallel_rank()]
@@ -427,7 +427,7 @@ def as_update(trainer: Any, meta: Any) -> Any:
 
 
 def fetched(overrides: list[str], model_dir: str, stock: bool = False) -> dict[str, Any]:
-    """What the driver reads of its queue in a healthy step, from the advantages on; and what it learned of the rows.
+    """Count the driver's reads of its queue in a healthy step, from the advantages on; and the facts that it learned.
 
     In the end advantages change behind verl's back, as Advantage Reweighting changes them.
     """
@@ -498,14 +498,14 @@ def rates(overrides: list[str], model_dir: str) -> list[float]:
 
 
 def make_side(overrides: list[str], model_dir: str) -> None:
-    """What the trainer does first."""
+    """Make the trainer's side, which the trainer does first."""
     from gradloc.adapters.verl09.trainer import TrainerSide
 
     TrainerSide(make_config(overrides, model_dir))
 
 
 def refusals(cases: list[list[str]], make: Callable[..., Any] = make_side, **given: Any) -> list[str]:
-    """What is said to each run before any worker starts."""
+    """Return the sentence that refuses each run before any worker starts."""
     said = []
     for overrides in cases:
         try:
@@ -526,7 +526,7 @@ def train_without_plug_in(model_dir: str) -> None:
 
 
 def with_verl(release: str | None = None) -> str:
-    """What is said where the same code has another release's name, or, without one, where a method takes another."""
+    """Return the refusal of this code under another release's name; None: of a method that takes more."""
     from gradloc.adapters.verl09.config import check_verl
     from verl.workers.engine import FSDPEngineWithLMHead
 
@@ -544,7 +544,7 @@ def with_verl(release: str | None = None) -> str:
 
 
 def warned_of_a_changed_body() -> str:
-    """What the trainer's check warns of where a method does something else and takes the same."""
+    """Return the trainer's warning of a method that takes the same and does something else."""
     from gradloc.adapters.verl09 import config
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 

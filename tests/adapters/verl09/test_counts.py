@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update of verl 0.9's engine asks of the device, within the limits that hold for verl 0.7's actor."""
+"""An update of verl 0.9's engine asks no more of the device than one of verl 0.7's actor may."""
 
 import pytest
 

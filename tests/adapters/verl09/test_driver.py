@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver reads in a healthy step: nothing that verl does not read anyway."""
+"""In a healthy step the driver reads nothing that verl does not read anyway."""
 
 import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else works on verl 0.7 and works here: docs/compatibility.md has a row for each."""
+"""Features that work on verl 0.7 and here: docs/compatibility.md has a row for each."""
 
 import pytest
 

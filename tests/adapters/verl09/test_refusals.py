@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work is refused at start, in one sentence; a verl that has changed is named."""
+"""A run that cannot work is refused at start, in one sentence; a verl that has changed is named."""
 
 import re
 import subprocess

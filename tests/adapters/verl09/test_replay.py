@@ -57,7 +57,7 @@ def test_a_replay_has_the_gradient_of_the_runs_loss(world, single, name, tmp_pat
 
 
 def replayed(single, bundle, model, folder):
-    """What a replay has measured, and the event itself."""
+    """Replay an event; return the measurements, and the event itself."""
     argv = [str(bundle), "--model", str(model), "--json", str(folder / "out.json")]
     (done,) = single.run("tests.replay.scenarios.run_replay", argv=argv, patches={})
     assert done["code"] == 0, done["out"] + done["err"]  # which shows how far transformers has loaded the model

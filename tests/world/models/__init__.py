@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiny models are, and how their attention runs."""
+"""Tiny models, and how their attention runs."""

@@ -35,7 +35,7 @@ class Trainer(harness.Trainer):
         return metrics
 
     def train_mini_batch(self, meta: Any) -> Any:
-        """What the worker group answers: a future."""
+        """Answer as the worker group does: with a future."""
         self.worker.update_actor = self.worker.train_mini_batch
         output = self.update_actor(meta)
         return SimpleNamespace(futures=[], get=lambda: output)

@@ -19,7 +19,7 @@ FSDP = "critic.model.fsdp_config"
 
 
 class Critics(StandIn):
-    """What an update of the critic touches of verl's trainer."""
+    """Stand in for verl's trainer as far as an update of the critic touches it."""
 
     def _update_critic(self, batch: Any) -> Any:
         return self.critic_wg.update_critic(batch)

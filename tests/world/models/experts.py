@@ -25,7 +25,7 @@ def make_experts(kind: str) -> torch.nn.Module:
 
 
 def closures(overrides: list[str], dump_dir: str, seeds: list[int]) -> list[float]:
-    """What the shares of a spike add up to, in a model whose experts' weights are four times the usual.
+    """Return the sums of a spike's shares, in a model whose experts' weights are four times the usual.
 
     Args:
         overrides: of verl's config.

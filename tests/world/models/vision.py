@@ -34,7 +34,7 @@ def make_vision_model() -> torch.nn.Module:
 
 
 def vision_config() -> dict[str, Any]:
-    """What transformers' config of the tiny model is made of."""
+    """Return the arguments of transformers' config of the tiny model."""
     text = model_config()
     shared = {name: getattr(text, name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     heads = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a planted spike's event must say, and what training must leave, whatever the layout."""
+"""Check the event of a planted spike, and what training leaves, whatever the layout."""
 
 import pytest
 

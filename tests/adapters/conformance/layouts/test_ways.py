@@ -37,7 +37,7 @@ WAYS = {
 TRAINED = ("experts, Qwen3-MoE", "experts, Mixtral, FSDP1", "Ulysses", "fused, FSDP1, bf16", "Liger")
 HALF = {"share": 0.03, "norm": 0.03, "before": None, "after": 0.05, "closure": 0.2}
 WITHIN = {"experts": {"closure": 2e-3}}
-"""What check_oracle allows where it is not the same for all; half precision is HALF."""
+"""Tolerances of check_oracle where others hold than in most; half precision has HALF."""
 NEEDS_INTERPRETER = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs triton's interpreter: docs/compatibility.md"
 )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl 0.9 has beside verl 0.7's ways of running an actor."""
+"""Ways of running an actor that verl 0.7 does not have."""

@@ -18,7 +18,7 @@ from tests.world import spikes
 from tests.world.spikes import plant
 
 _layout: dict[str, Any] = {}
-"""Of the scenario that runs: ``overrides`` and ``dtype``; ``model`` is what the scenario is told of it."""
+"""``overrides`` and ``dtype`` of the scenario that runs; ``model`` is passed on to the scenario."""
 
 
 class Trainer(harness.Trainer, conformance.Trainer):
@@ -95,7 +95,7 @@ def step_class() -> type:
 
 
 def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) -> Any:
-    """See :func:`conformance.make_trainer`; two chunks on each of two stages take a model of four layers."""
+    """Call :func:`conformance.make_trainer`; two chunks on each of two stages take a model of four layers."""
     layout_overrides = _layout["overrides"]
     if any("virtual_pipeline" in override for override in layout_overrides):
         harness.save_model(f"{dump_dir}-model")

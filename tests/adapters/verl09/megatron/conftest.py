@@ -20,13 +20,13 @@ class InLayout:
         self.world, self.layout = world, layout
 
     def run(self, scenario: str, **given: Any) -> list[Any]:
-        """See :meth:`World.run`; a name with a module in front of it is called as it is."""
+        """Call :meth:`World.run` in this layout; a name with a module in front is called directly."""
         if scenario.startswith("tests."):
             return self.world.run(scenario, **given)
         return self.world.run(f"{HERE}.conformance.run", **self._dealt_out(scenario), **given)
 
     def outcomes(self, scenario: str, **given: Any) -> list[tuple[str, Any]]:
-        """See :meth:`World.outcomes`."""
+        """Call :meth:`World.outcomes` in this layout."""
         return self.world.outcomes(f"{HERE}.conformance.run", **self._dealt_out(scenario), **given)
 
     def _dealt_out(self, scenario: str) -> dict[str, Any]:
@@ -47,5 +47,5 @@ def world(worlds: Callable[..., World], layout: str) -> InLayout:
 
 @pytest.fixture
 def unpatched_world(world: InLayout) -> InLayout:
-    """The same: without spike_detection they take verl's own engine."""
+    """Give the same world: without spike_detection it takes verl's own engine."""
     return world

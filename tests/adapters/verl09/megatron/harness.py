@@ -25,7 +25,7 @@ MEGATRON = f"{ACTOR}.megatron"
 
 
 def settings_of(model_dir: str) -> list[str]:
-    """Of a Megatron actor: packed, four rows to a micro-batch."""
+    """Settings of a Megatron actor: packed, four rows to a micro-batch."""
     return [
         "model_engine=megatron",
         f"{MODEL}.path={model_dir}",
@@ -99,7 +99,7 @@ def _groups_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def parallel(dtype: str = "float32") -> Iterator[None]:
-    """What a trainer is made in: an earlier one's layout is forgotten."""
+    """Forget an earlier trainer's layout; a trainer is made within."""
     from mbridge.models.qwen2 import Qwen2Bridge
     from megatron.core import parallel_state
 
@@ -111,13 +111,13 @@ def parallel(dtype: str = "float32") -> Iterator[None]:
 
 
 def train(overrides: list[str], model_dir: str, dtype: str = "float32", **settings: Any) -> dict[str, Any]:
-    """See :func:`harness.train`."""
+    """Call :func:`harness.train` on this engine."""
     with parallel(dtype):
         return harness.train(overrides, model_dir, kind=Trainer, **settings)
 
 
 def check(overrides: list[str], model_dir: str) -> str:
-    """What the command for a cluster prints on this process, which torchrun would have started."""
+    """Return the output of the command for a cluster on this process, which torchrun would have started."""
     from gradloc.adapters.verl09.megatron.check import main
 
     with parallel(), contextlib.redirect_stdout(io.StringIO()) as said:
@@ -143,19 +143,19 @@ def norm_of_transformers(model_dir: str, dtype: str = "float32") -> float:
 
 
 def make_side(overrides: list[str]) -> None:
-    """What the trainer does first."""
+    """Make the trainer's side, which the trainer does first."""
     from gradloc.adapters.verl09.trainer import TrainerSide
 
     TrainerSide(make_config(overrides, "model"))
 
 
 def refusals(cases: list[list[str]]) -> list[str]:
-    """See :func:`..harness.refusals`."""
+    """Call :func:`..harness.refusals` for this engine."""
     return harness.refusals(cases, make_side)
 
 
 def differences() -> list[str]:
-    """What of the installed verl and Megatron is not as the adapter knows it."""
+    """Return how the installed verl and Megatron differ from those that the adapter knows."""
     from gradloc.adapters.verl09.config import TOUCHED
     from gradloc.private_api import differences
 

@@ -36,12 +36,12 @@ ON_CPU = [
 CLIPPED = f"++{OPTIMIZER}.clip_grad=0.5"
 """Megatron's limit, where verl's own setting says 1."""
 BY_TOKENS = [f"++{MEGATRON}.override_transformer_config.calculate_per_token_loss=true"]
-"""What Megatron-Bridge sets with context parallelism."""
+"""Megatron-Bridge sets this with context parallelism."""
 OFFLOADED = [SHARDED, *(f"{MEGATRON}.{what}_offload=true" for what in ("param", "optimizer"))]
 
 
 class Layout(NamedTuple):
-    """Of a run."""
+    """The layout of a run over processes."""
 
     size: int
     overrides: list[str]

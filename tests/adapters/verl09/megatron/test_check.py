@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody with a cluster runs: it measures, and says what it has measured."""
+"""The check that a user with a cluster runs measures right, and prints what it measured."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search costs on Megatron, beside the same search on FSDP: the table of docs/megatron.md."""
+"""The table of docs/megatron.md: the cost of a search on Megatron, and of the same search on FSDP."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was not run on Megatron is refused at start, in one sentence."""
+"""Settings that were not run on Megatron are refused at start, in one sentence."""
 
 import re
 
