@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..explain.advice import actions_of
 from ..explain.numbers import number, percent
 from .config import FALLING, HealthConfig
 from .measures import Reading, Window
-from .rules import ADVICE, MEASURES, READ, RULES, Rule
+from .rules import MEASURES, READ, RULES, Rule
 
 _MOST_PLANS = 1000
 STATES = ("healthy", "warning", "danger")
@@ -58,13 +57,6 @@ class Reason:
     def facts(self) -> dict[str, Any]:
         """Return what an export holds."""
         return {name: getattr(self, name) for name in ("name", "state", "metric", "found", "limit", "sentence")}
-
-    def advice(self, trainer: str | None = None, settings: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
-        """Return what people do about it on this trainer, else on any verl: pairs of a sentence and config lines.
-
-        ``settings`` are the run's own, by verl's names: what they have already is left out.
-        """
-        return actions_of(ADVICE[self.name], trainer, settings)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from gradloc.explain.advice import actions_of
+from gradloc.health.rules import ADVICE
 from gradloc.report.runs.health import STATES, HealthConfig, Judge
 from tests.health.histories import CALM, TROUBLES, healthy, named, run, with_trouble
 
@@ -24,7 +26,8 @@ def test_a_rule_finds_its_trouble_alone_and_says_so_with_numbers_and_advice(trou
     assert reason.limit == getattr(HealthConfig(), trouble.rule)[STATES.index(trouble.state) - 1]
     assert math.isfinite(reason.found) and reason.metric
     assert reason.sentence.endswith(".") and "{" not in reason.sentence
-    assert reason.advice() and all("=" in line and do.endswith(".") for do, line in reason.advice())
+    advice = actions_of(ADVICE[reason.name])
+    assert advice and all("=" in line and do.endswith(".") for do, line in advice)
 
 
 def test_every_state_of_every_rule_has_a_history_here():

@@ -82,12 +82,11 @@ class RunFolder:
 
         A supervised run gets no advice on rollouts, rewards and a KL.
         """
-        metrics, found = self.metrics, reason.advice(self.trainer, self.settings)
-        if not is_supervised(metrics):
-            return found
-        kept = {do for do, _ in actions_of(supervised(ADVICE[reason.name]), self.trainer, self.settings)}
-        name = trainer_class(metrics)
-        return [(do, line.replace("GRPOTrainer", name)) for do, line in found if do in kept]
+        names = ADVICE[reason.name]
+        if not is_supervised(self.metrics):
+            return actions_of(names, self.trainer, self.settings)
+        found = actions_of(supervised(names), self.trainer, self.settings)
+        return [(do, line.replace("GRPOTrainer", trainer_class(self.metrics))) for do, line in found]
 
     @property
     def name(self) -> str:
