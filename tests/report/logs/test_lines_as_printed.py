@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 
-from gradloc.report.errors import ReportError
 from gradloc.report.logs.formats import read
 from gradloc.report.runs.diagnosis import diagnose
 from gradloc.report.runs.run import read_run
@@ -18,14 +17,6 @@ NUM, AT = 60, 40
 def norms():
     """Of each step from 1: about a half, and 1,903 at step 40."""
     return [(step, 1903.0 if step == AT else 0.5 + (step * 7 % 11) / 100) for step in range(1, NUM + 1)]
-
-
-def by_ranks(line):
-    """Two ranks, the second one line behind."""
-    lines = [
-        (step + 1.5 * rank, line.format(rank=rank, step=step, norm=norm)) for rank in (0, 1) for step, norm in norms()
-    ]
-    return [text for _, text in sorted(lines)]
 
 
 def plain(line):
@@ -44,24 +35,6 @@ def runs_in(log, lines):
 
 
 LOSS = "step {step} | loss: 2.0 | grad_norm: {norm}"
-
-
-def test_ranks_that_do_not_say_who_they_are_are_one_run(log):
-    (run,) = runs_in(log, by_ranks("step {step} | loss: 2.{rank} | grad_norm: {norm}"))
-    assert len(run.segments) == 1 and diagnose(run).worst.peak.step == AT
-
-
-def test_steps_that_begin_at_0_in_each_epoch_go_on_by_one(tmp_path):
-    rows = [f"{(step - 1) // 20},{(step - 1) % 20},{norm}" for step, norm in norms()]
-    (run,) = runs_in(tmp_path / "a.csv", ["epoch,step,grad_norm", *rows])
-    assert run.metrics.steps == list(range(60)) and run.is_counted
-
-
-def test_a_resume_within_an_epoch_is_no_new_epoch(log):
-    steps = [*range(1, 31), *range(21, 61)]
-    rows = ({"epoch": step // 20, "step": step, "grad_norm": 0.5 + at / 1000} for at, step in enumerate(steps))
-    (run,) = runs_in(log, map(json.dumps, rows))
-    assert [(part.first, part.last) for part in run.segments] == [(1, 30), (21, 60)] and not run.is_counted
 
 
 @pytest.mark.parametrize("has_bar", [True, False])
@@ -86,33 +59,6 @@ def test_steps_are_counted_as_long_as_one_process_s_bar_does_not_say_them(log, n
     line = "\n".join(["(A pid=1) {{'grad_norm': {n}}}", *["(B pid=2) {{'grad_norm': {n}}}"] * num_lines])
     bars = (f" 40%|####      | {10 * s}/600 [00:40<01:00, 10.0it/s]\n{line.format(n=n)}" for s, n in norms())
     assert {run.is_counted for run in runs_in(log, bars)} == {num_lines == 2}
-
-
-@pytest.mark.parametrize("reward", [0.5, -0.01])
-def test_growth_is_judged_by_the_reward_since_it_began(log, reward):
-    rows = ((s, 0.1 * 2 ** max(0, (s - 20) / 20), 0.5 + reward * max(0, s - 60) / 140) for s in range(1, 161))
-    (run,) = runs_in(log, (f"step:{s} - actor/grad_norm:{n} - critic/score/mean:{r}" for s, n, r in rows))
-    said = diagnose(run)
-    assert said.kind == "growth" and said.advice.startswith("If the reward falls")
-
-
-@pytest.mark.parametrize("norm", [0.0, -1.0])
-def test_norms_none_of_which_is_above_0_are_told_of(log, shown, norm):
-    rows = [f"step:{step} - actor/grad_norm:{norm} - actor/pg_loss:0.0" for step in range(1, 31)]
-    runs_in(log, [*rows, "step:30 - actor/pg_loss:0.0", "step:25 - actor/pg_loss:0.1"])
-    assert "30 gradient norms" in shown(log) and shown("health", log)
-
-
-@pytest.mark.parametrize("end", ["", "\n"])
-def test_a_last_value_that_may_be_cut_is_left_out(log, end):
-    log.write_text("\n".join(f"step {step} | loss: 2.0 | grad_norm: {norm / 1903}" for step, norm in norms()) + end)
-    ((run,), _) = read([log])
-    assert len(run.metrics.norms) == (60 if end else 59)
-
-
-def test_norms_in_a_form_that_is_not_known_are_not_called_a_file_without_any(log):
-    with pytest.raises(ReportError, match="--pattern"):
-        runs_in(log, plain("{step}) train/grad_norm={norm}"))
 
 
 def test_a_loop_of_one_s_own_is_neither_verl_nor_a_trainer(log):
@@ -157,9 +103,3 @@ def test_an_export_of_a_log_says_what_happened(log, shown):
     runs_in(log, plain(LOSS))
     (said,) = json.loads(shown(log, "--format", "json"))["diagnoses"]
     assert said["kind"] == "back" and said["headline"].startswith("Step 40")
-
-
-def test_nothing_before_the_first_step_is_resumed_from(log):
-    (run,) = runs_in(log, (LOSS.format(step=step, norm="nan") for step, _ in norms()))
-    said = diagnose(run)
-    assert said.kind == "lost" and "before step 1" not in said.advice
