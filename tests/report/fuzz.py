@@ -37,27 +37,13 @@ from gradloc.record.store import load_states
 from gradloc.replay.bundle import ReplayError, read_bundle
 from patchkit.apply import load
 from patchkit.refusal import Refusal
+from tests.report import hostile
 from tests.report.logs.table import LOGS, ROOT
 
 SECONDS = 10.0
 WORDS = [
-    *(
-        b"nan",
-        b"inf",
-        b"-1e400",
-        b"1e308",
-        b"9" * 400,
-        b"9" * 5000,
-        b"{",
-        b"}",
-        b"[[[[",
-        b"]",
-        b",",
-        b'"',
-        b"'",
-        b"\\u0000",
-        b"null",
-    ),
+    *rb"""nan inf -1e400 1e308 { } [[[[ ] , " ' \u0000 null""".split(),
+    *(b"9" * 400, b"9" * 5000),
     *(b"\x00", b"\xff\xfe", b"\x1b]0;x\x07", b"\x1b[2J", b"\xe2\x80\xae", b"\xc2\x9b", b"\xed\xa0\x80", b"\n", b"\r"),
     *(b"step:99999999999999999999 - ", b'{"step": 1e999, "data": {}}', b"step:-3 - actor/grad_norm:2", b"(pid=1) "),
     *(b'{"step": true}', b"===", b"|", b";", b"\t", b"_step", b"grad_norm", b"=cmd|", b"</script>", b"../../"),
@@ -93,9 +79,8 @@ def samples(reader: str) -> list[tuple[str, bytes]]:
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("runs/a.jsonl", log)
-        tar = next(path for path in files if ".tar" in path.name) if any(".tar" in f.name for f in files) else None
-        made = [("a.zip", packed.getvalue()), ("a.jsonl.gz", gzip.compress(log)), ("a.tar", _tar(log))]
-        return made + ([(tar.name, tar.read_bytes())] if tar else [])
+        tar = hostile.tar_of([("a.jsonl", tarfile.REGTYPE, log)])
+        return [("a.zip", packed.getvalue()), ("a.jsonl.gz", gzip.compress(log)), ("a.tar", tar)]
     if reader == "mismatch":
         import numpy
 
@@ -116,14 +101,6 @@ def samples(reader: str) -> list[tuple[str, bytes]]:
     script = "python -m verl.trainer.main_ppo +gradloc=on \\\n  trainer.nnodes=2 data.train_batch_size=64\n"
     texts = {"settings.json": json.dumps(config), "gradloc.json": json.dumps(state), "run.sh": script}
     return [(name, text.encode()) for name, text in texts.items()]
-
-
-def _tar(log: bytes) -> bytes:
-    with tarfile.open(fileobj=(sink := io.BytesIO()), mode="w") as archive:
-        entry = tarfile.TarInfo("a.jsonl")
-        entry.size = len(log)
-        archive.addfile(entry, io.BytesIO(log))
-    return sink.getvalue()
 
 
 @st.composite

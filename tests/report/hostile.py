@@ -89,41 +89,30 @@ TEXTS: dict[str, Callable[[], str | bytes]] = {
     **{
         f"again-{name}.log": lambda unit=unit: NORMS + unit * (400_000 // len(unit)) + "\n"
         for name, unit in {
-            **{
-                "step": "step:1 - ",
-                "pair": "a.b/c-d:1.0 ",
-                "dict": "{'a': ",
-                "norm": "grad_norm ",
-                "colour": "\x1b[1m",
-            },
-            **{
-                "blank": " " * 10 + "|",
-                "ray": "[36m(x pid=1)",
-                "comma": "grad_norm=1,",
-                "exponent": "1e",
-                "epoch": "[1][1/",
-            },
+            "step": "step:1 - ",
+            "pair": "a.b/c-d:1.0 ",
+            "dict": "{'a': ",
+            "norm": "grad_norm ",
+            "colour": "\x1b[1m",
+            "blank": " " * 10 + "|",
+            "ray": "[36m(x pid=1)",
+            "comma": "grad_norm=1,",
+            "exponent": "1e",
+            "epoch": "[1][1/",
         }.items()
     },
 }
 
 
-def _gzip(part: bytes, count: int) -> bytes:
-    made = io.BytesIO()
-    with gzip.open(made, "wb", compresslevel=9) as file:
-        for _ in range(count):
-            file.write(part)
-    return made.getvalue()
-
-
-def _bombs(opener: Callable, part: bytes, count: int) -> bytes:
+def _packed(part: bytes, count: int, opener: Callable = gzip.open) -> bytes:
     with opener(made := io.BytesIO(), "wb") as file:
         for _ in range(count):
             file.write(part)
     return made.getvalue()
 
 
-def _zip(entries: dict[str, bytes], repeat: int = 1) -> bytes:
+def zip_of(entries: dict[str, bytes], repeat: int = 1) -> bytes:
+    """A zip of these files, by name; ``repeat``: each content that often."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in entries.items():
@@ -133,7 +122,8 @@ def _zip(entries: dict[str, bytes], repeat: int = 1) -> bytes:
     return made.getvalue()
 
 
-def _tar(entries: list[tuple[str, bytes, bytes]], **also: dict) -> bytes:
+def tar_of(entries: list[tuple[str, bytes, bytes]], **also: dict) -> bytes:
+    """A tar of entries: name, kind, and content or target."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT, **also) as archive:
         for name, kind, content in entries:
@@ -165,29 +155,31 @@ def _zstd(content: bytes) -> bytes:
 
 _FILE, _RUN = tarfile.REGTYPE, ("run.jsonl", tarfile.REGTYPE, GOOD.encode())
 PACKED: dict[str, Callable[[], bytes]] = {
-    "zeros.wandb.gz": lambda: _gzip(b":W&B\0\0\0" + b"\0" * MB, 1500),
-    "line.log.gz": lambda: _gzip(b"a" * MB, 400),
-    "rows.log.gz": lambda: _gzip(b"step:1 - actor/grad_norm:1\n" * 40_000, 300),
-    "spaces.json.gz": lambda: _gzip(b'{"log_history":[' + b" " * MB, 400),
-    "zeros.log.xz": lambda: _bombs(lzma.open, b"\0" * MB, 300),
-    "zeros.log.bz2": lambda: _bombs(bz2.open, b"\0" * MB, 300),
-    "twice.log.gz": lambda: gzip.compress(_gzip(b"\0" * MB, 300)),
-    "cut.log.gz": lambda: _gzip(NORMS.encode(), 3)[:-30],
-    "zeros.zip": lambda: _zip({"run.jsonl": b"\0" * MB}, 2_000),
-    "many.zip": lambda: _zip({f"d{at}/f.jsonl": b"" for at in range(30_000)}),
-    "slip.zip": lambda: _zip({"../../../../../tmp/PWN": b"x", "/tmp/PWN": b"x", "run.jsonl": GOOD.encode()}),
-    "long.zip": lambda: _zip({"n" * 300 + ".jsonl": GOOD.encode()}),
-    "deep.zip": lambda: _zip({"a/" * 3_000 + "run.jsonl": GOOD.encode()}),
-    "inside.zip": lambda: _zip({"a.zip": _zip({"b.zip": _zip({"run.jsonl": b"\0" * MB}, 50)})}),
-    "escape.zip": lambda: _zip({"a\x1b]0;x\x07\x1b[2J.csv": b"x,y\n1,2\n"}),
+    "zeros.wandb.gz": lambda: _packed(b":W&B\0\0\0" + b"\0" * MB, 1500),
+    "line.log.gz": lambda: _packed(b"a" * MB, 400),
+    "rows.log.gz": lambda: _packed(b"step:1 - actor/grad_norm:1\n" * 40_000, 300),
+    "spaces.json.gz": lambda: _packed(b'{"log_history":[' + b" " * MB, 400),
+    "zeros.log.xz": lambda: _packed(b"\0" * MB, 300, lzma.open),
+    "zeros.log.bz2": lambda: _packed(b"\0" * MB, 300, bz2.open),
+    "twice.log.gz": lambda: gzip.compress(_packed(b"\0" * MB, 300)),
+    "cut.log.gz": lambda: _packed(NORMS.encode(), 3)[:-30],
+    "zeros.zip": lambda: zip_of({"run.jsonl": b"\0" * MB}, 2_000),
+    "many.zip": lambda: zip_of({f"d{at}/f.jsonl": b"" for at in range(30_000)}),
+    "slip.zip": lambda: zip_of({"../../../../../tmp/PWN": b"x", "/tmp/PWN": b"x", "run.jsonl": GOOD.encode()}),
+    "long.zip": lambda: zip_of({"n" * 300 + ".jsonl": GOOD.encode()}),
+    "deep.zip": lambda: zip_of({"a/" * 3_000 + "run.jsonl": GOOD.encode()}),
+    "inside.zip": lambda: zip_of({"a.zip": zip_of({"b.zip": zip_of({"run.jsonl": b"\0" * MB}, 50)})}),
+    "escape.zip": lambda: zip_of({"a\x1b]0;x\x07\x1b[2J.csv": b"x,y\n1,2\n"}),
     "locked.zip": lambda: re.sub(
-        rb"(PK\x01\x02.{4})..(.{2})", lambda found: found[1] + b"\1\0" + found[2], _zip({"r.jsonl": b"x"}), flags=re.S
+        rb"(PK\x01\x02.{4})..(.{2})", lambda found: found[1] + b"\1\0" + found[2], zip_of({"r.jsonl": b"x"}), flags=re.S
     ),
-    "sizes.zip": lambda: _zip({"run.jsonl": GOOD.encode()}).replace(struct.pack("<I", len(GOOD)), b"\xff\xff\xff\x7f"),
-    "zeros.tar.gz": lambda: gzip.compress(_tar([("a", _FILE, b"\0" * (400 * MB))])),
-    "many.tar": lambda: _tar([(f"f{at}.jsonl", _FILE, b"") for at in range(12_000)]),
-    "slip.tar": lambda: _tar([("../../../../tmp/PWN", _FILE, b"x"), _RUN]),
-    "links.tar": lambda: _tar(
+    "sizes.zip": lambda: zip_of({"run.jsonl": GOOD.encode()}).replace(
+        struct.pack("<I", len(GOOD)), b"\xff\xff\xff\x7f"
+    ),
+    "zeros.tar.gz": lambda: gzip.compress(tar_of([("a", _FILE, b"\0" * (400 * MB))])),
+    "many.tar": lambda: tar_of([(f"f{at}.jsonl", _FILE, b"") for at in range(12_000)]),
+    "slip.tar": lambda: tar_of([("../../../../tmp/PWN", _FILE, b"x"), _RUN]),
+    "links.tar": lambda: tar_of(
         [("d", tarfile.SYMTYPE, b"/tmp"), ("l.jsonl", tarfile.SYMTYPE, b"/etc/passwd"), ("d/PWN", _FILE, b"x"), _RUN]
         + [
             ("h.jsonl", tarfile.LNKTYPE, b"/etc/passwd"),
@@ -195,14 +187,14 @@ PACKED: dict[str, Callable[[], bytes]] = {
             ("c.log", tarfile.CHRTYPE, b""),
         ]
     ),
-    "header.tar.gz": lambda: gzip.compress(_tar([_RUN], pax_headers={"comment": "x" * (200 * MB)})),
-    "long-name.tar.xz": lambda: lzma.compress(_tar([("n" * (100 * MB), _FILE, b"x"), _RUN]), preset=1),
+    "header.tar.gz": lambda: gzip.compress(tar_of([_RUN], pax_headers={"comment": "x" * (200 * MB)})),
+    "long-name.tar.xz": lambda: lzma.compress(tar_of([("n" * (100 * MB), _FILE, b"x"), _RUN]), preset=1),
     "sparse.tar": _sparse,
     "empty-parts.log.gz": lambda: gzip.compress(b"") * 50_000 + gzip.compress(NORMS.encode()),
     "rows.log.zst": lambda: _zstd(b"step:1 - grad_norm:1\n" * 20_000_000),
-    "deep.tar": lambda: _tar([*((("a/" * depth + "f"), _FILE, b"x") for depth in (400, 1_200, 1_900)), _RUN]),
-    "header.tar": lambda: _tar([_RUN], pax_headers={"comment": "x" * (20 * MB)}),
-    "escape.tar": lambda: _tar([("run\x1b]0;x\x07\u202e.jsonl", _FILE, GOOD.encode())]),
+    "deep.tar": lambda: tar_of([*((("a/" * depth + "f"), _FILE, b"x") for depth in (400, 1_200, 1_900)), _RUN]),
+    "header.tar": lambda: tar_of([_RUN], pax_headers={"comment": "x" * (20 * MB)}),
+    "escape.tar": lambda: tar_of([("run\x1b]0;x\x07\u202e.jsonl", _FILE, GOOD.encode())]),
 }
 
 

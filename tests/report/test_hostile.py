@@ -21,25 +21,13 @@ from tests.report.builder import REPO
 
 pytestmark = pytest.mark.full  # each is a process of its own
 
-QUICK = {
-    *("deep.jsonl", "deep.json", "deep900.jsonl", "opened.log", "minus.log", "escapes.log", "exponents.jsonl"),
-    *("many.zip", "slip.zip", "long.zip", "escape.zip", "slip.tar", "links.tar", "escape.tar", "cut.log.gz", "view.db"),
-    *("computed.db", "bytes.db", "settings.db", "parts.wandb", "length.tfevents.1", "cut.parquet", "far.xlsx"),
-    *(
-        "lol.xlsx",
-        "linked",
-        "pipes",
-        "equal",
-        "nested",
-        "words",
-        "outside",
-        "numbers",
-        "one-name",
-        "linked-parts",
-        "large-metric",
-    ),
-    *("names-of-few.jsonl", "digit-keys.json", "folder-of-5000.log", "sparse.tar", "empty-parts.log.gz", "nested.xlsx"),
-}
+QUICK = """
+deep.jsonl deep.json deep900.jsonl opened.log minus.log escapes.log exponents.jsonl many.zip slip.zip long.zip
+escape.zip slip.tar links.tar escape.tar cut.log.gz view.db computed.db bytes.db settings.db parts.wandb
+length.tfevents.1 cut.parquet far.xlsx lol.xlsx linked pipes equal nested words outside numbers one-name linked-
+parts large-metric names-of-few.jsonl digit-keys.json folder-of-5000.log sparse.tar empty-parts.log.gz
+nested.xlsx
+""".split()
 ALL = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full, pytest.mark.slow])
     for name in [*hostile.FILES, *hostile.RUNS]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people name besides a log: an archive of one, a page of a tracker, a form of their own; and what they write."""
 
-import io
+import gzip
 import sys
 import tarfile
-import zipfile
 
 import pytest
 
+from tests.report.hostile import tar_of, zip_of
 from tests.report.logs.made import CONSOLE, NORMS, ROWS
 
 LOG = "\n".join(CONSOLE) + "\n"
@@ -15,14 +15,9 @@ LOG = "\n".join(CONSOLE) + "\n"
 
 def archived(path, name="logs/train.log"):
     """An archive with the log in it, under this name."""
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr(name, LOG)
-        return path
-    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
-        entry = tarfile.TarInfo(name)
-        entry.size = len(LOG)
-        archive.addfile(entry, io.BytesIO(LOG.encode()))
+    content = LOG.encode()
+    made = zip_of({name: content}) if path.suffix == ".zip" else tar_of([(name, tarfile.REGTYPE, content)])
+    path.write_bytes(gzip.compress(made) if path.suffix == ".gz" else made)
     return path
 
 
