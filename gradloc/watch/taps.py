@@ -58,6 +58,7 @@ from .paths import (
     replace_hidden,
     side_outputs,
 )
+from .scalars import Scalars, scalar_attributes
 
 _NUM_SAMPLED = 64  # positions
 _MOST_OUTPUTS = 16  # tensors of a model's output that are asked where they come from
@@ -134,8 +135,7 @@ class ModelTap:
         """Whether h is a picture or a video, (B, C, ..., W), of which a row is one position."""
         self._side_outputs: list[int] | None = None
         """Which tensors of the model's output do not come from h alone; None before the first forward."""
-        self._scalars: list[int] = []
-        """Those of them that are scalars, such as a router's balancing loss."""
+        self._scalars = Scalars()
         self._used: dict[int, torch.Tensor] = {}
         """The output's tensors that the loss uses, without values, where some of these passes by h and is no scalar."""
         self._uses_sides = False
@@ -392,8 +392,7 @@ class ModelTap:
         present = self._present
         if self._graph is not None and (module is not self.body or module in self._attached):
             leaves, auxiliary = tensors_in(output), auxiliary_loss(output)
-            if self._scalars and auxiliary is None and len(leaves) > self._scalars[-1]:
-                auxiliary = torch.stack([leaves[place] for place in self._scalars])
+            auxiliary = self._scalars.stacked(leaves) if auxiliary is None else auxiliary
             self._graph.auxiliary = auxiliary if auxiliary is not None else self._graph.auxiliary
             is_sharded = isinstance(self.outer, FSDP1 | FSDPModule)
             self._graph.anchors = [leaf for leaf in leaves if leaf.requires_grad] if is_sharded else []
@@ -427,18 +426,22 @@ class ModelTap:
             heads = [*self.heads, *self._uncalled, *([] if self._declared_head is None else [self._declared_head])]
             self._side_outputs = side_outputs(leaves[:_MOST_OUTPUTS], self._hidden, heads)
             is_seen = auxiliary_loss(output) is not None
-            self._scalars = [place for place in self._side_outputs if not (leaves[place].dim() or is_seen)]
+            self._scalars.places = [place for place in self._side_outputs if not (leaves[place].dim() or is_seen)]
+            kept = [] if is_seen else scalar_attributes(self.outer)
+            values = [value for each in kept if (value := each.value) is not None]
+            self._scalars.attributes = [kept[place] for place in side_outputs(values, self._hidden, heads)]
+        self._scalars.hook_attributes(present)
         sides = [place for place in self._side_outputs or () if place < len(leaves) and place not in self._joined]
         trained = [place for place, leaf in enumerate(leaves[:_MOST_OUTPUTS]) if leaf.requires_grad]
         places = [place for place in trained if leaves[place].dim() and place not in self._joined]
         places = places if any(leaves[place].dim() for place in sides) else []
-        places += [place for place in trained if place in self._scalars]
+        places += [place for place in trained if place in self._scalars.places]
         if not places:
             return None
         output, views = with_aliases(output, places)
         for place, view in zip(places, views, strict=True):
-            if place in self._scalars:
-                view.register_hook(partial(self._keep_scalar, present, self._scalars.index(place)))
+            if place in self._scalars.places:
+                self._scalars.hook(present, self._scalars.places.index(place), view)
             else:
                 view.register_hook(partial(self._note_used, present, place, place in sides))
         return output
@@ -447,11 +450,6 @@ class ModelTap:
         self._used[place] = grad.to("meta")
         if is_side:
             present.is_passed_by = self._uses_sides = True
-
-    def _keep_scalar(self, present: Forwarded, index: int, grad: torch.Tensor) -> None:
-        coefficients = grad.new_zeros(len(self._scalars))
-        coefficients[index] = grad
-        present.add("model_auxiliary", coefficients)
 
     def _join(self, module: torch.nn.Module) -> None:
         """Take the model's outputs that the loss uses for h from the next forward on, since it uses several."""
@@ -635,7 +633,7 @@ class ModelTap:
         elif hidden is None and has_graph and num_differentiable(output) > 1:  # h is what the loss uses of these
             sizes = [leaf.dim() for leaf in tensors_in(output)[:_MOST_OUTPUTS]]
             self._side_outputs = [*range(len(sizes))]
-            self._scalars = [place for place, size in enumerate(sizes) if not size]
+            self._scalars.places = [place for place, size in enumerate(sizes) if not size]
         elif calls:
             self._hidden, self._is_searching = calls[-1][1] if hidden is None else hidden, False
             self._hook(self._hidden)

@@ -237,6 +237,50 @@ class Qwen3Moe(Inside):
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes(**routed, head_dim=8), router_aux_loss_coef=0.1))
 
 
+class Routed(nn.Module):
+    """Two experts, whose balancing loss stays in an attribute and in a list. So does a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.head = nn.Embedding(VOCABULARY, H), nn.Linear(H, 2), nn.Linear(H, VOCABULARY)
+        self.experts = nn.ModuleList([nn.Linear(H, H), nn.Linear(H, H)])
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        self.scale = self.log_scale.exp()
+        gates = (self.router(x) * self.scale).softmax(-1)
+        self.imbalance = 2 * gates.mean((0, 1)).square().sum()
+        self.parts = [0.1 * self.imbalance]
+        mixed = sum(gates[..., index, None] * expert(x) for index, expert in enumerate(self.experts))
+        return self.head(x + mixed)
+
+
+class KeptBalance(Kind):
+    """A loop takes the balancing loss from an attribute of the model."""
+
+    needs = ()
+
+    def build(self):
+        return Routed()
+
+    def logits(self, ids):
+        return self.model(ids)
+
+    def loss(self, ids, weight):
+        return super().loss(ids, weight) + 0.5 * self.balance()
+
+    def balance(self):
+        return self.model.imbalance
+
+
+class ListedBalance(KeptBalance):
+    """From a list; the loss also has the temperature, which the hidden state is made of."""
+
+    def balance(self):
+        return sum(self.model.parts) + self.model.scale
+
+
 class T5(Kind):
     def build(self):
         from transformers import T5Config, T5ForConditionalGeneration
