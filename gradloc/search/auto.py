@@ -23,7 +23,7 @@ from .bisect import bisect
 from .candidates import FEW, MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
 from .overflow import rescale_task, to_training_unit
 from .share import FAR, ShareMap, ShareMeasurement
-from .step_causes import certify_nothing, doubt_backward, split_off
+from .step_causes import certify_nothing, doubt_backward, has_auxiliary, split_off
 from .task import SearchResult, Span, Task, tokens_of, verify, with_measured_norm
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
@@ -269,8 +269,9 @@ class _AutoSearch:
         backward that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that
         part.
         """
-        is_odd = shares.is_exact and not shares.unseen and abs(1 - shares.closure) > _ODD
-        if not is_odd or self.others is not None or self._is_split:
+        if abs(1 - shares.closure) <= _ODD or self.others is not None or self._is_split:
+            return False
+        if not (shares.is_exact and not shares.unseen) and not has_auxiliary(self.prober):
             return False
         self._is_split = True
         parts = split_off(self.task)

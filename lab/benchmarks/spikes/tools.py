@@ -105,7 +105,8 @@ class GradLoc(Tool):
         culprits = event["culprits"]
         rows = [(each["micro_batch"], each["micro_batch_row"]) for each in culprits]
         tokens = [(*row, at) for row, each in zip(rows, culprits, strict=True) for at in each["positions"]]
-        return Answer(step, link, [*dict.fromkeys(rows)], tokens, event["fault"]["parameters"])
+        parameters = event["fault"]["parameters"] or ((event["cause"] or {}).get("names") or [])
+        return Answer(step, link, [*dict.fromkeys(rows)], tokens, parameters)
 
 
 class Bisection(GradLoc):
