@@ -58,6 +58,8 @@ class _AutoSearch:
 
     def _rounds(self, first: int, is_full: bool) -> bool:
         """Search in rounds. Returns whether the search is over; if not, shares along R name no more culprits."""
+        if first == 0 and has_auxiliary(self.task) and self._split_off() and self.result.certificate is not None:
+            return True
         for number in itertools.count(first) if is_full else (first,):
             shares = self._measure(number)
             if shares is not None and self._is_partly_without_tokens(shares):
@@ -266,17 +268,18 @@ class _AutoSearch:
 
     def _is_partly_without_tokens(self, shares: ShareMap) -> bool:
         """Return whether shares do not add up because a part of the gradient passes through no token, or through a
-        backward that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that
-        part.
-        """
-        if abs(1 - shares.closure) <= _ODD or self.others is not None or self._is_split:
+        backward that scales it. The cause is then noted; where tokens have a part to search, ``direction`` is that."""
+        is_odd = shares.is_exact and not shares.unseen and abs(1 - shares.closure) > _ODD
+        if not is_odd or self._is_split:
             return False
-        if not (shares.is_exact and not shares.unseen) and not has_auxiliary(self.prober):
-            return False
+        return self._split_off() or self.is_precise and self._is_backward_altered(shares)  # else rounding may turn it
+
+    def _split_off(self) -> bool:
+        """Search the tokens' part of the gradient alone if the rest is as large as a culprit; return whether it is."""
         self._is_split = True
         parts = split_off(self.task)
         if parts is None:
-            return self.is_precise and self._is_backward_altered(shares)  # else rounding may turn what cancels
+            return False
         self.direction, self.others, source = parts
         self.scale, self.result.culprits, self.result.certificate = 1.0, [], None
         self._blame(source, source.numbers["others_norm"])

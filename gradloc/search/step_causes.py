@@ -289,9 +289,10 @@ def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
     return space.keep(), others, source
 
 
-def has_auxiliary(prober: Prober) -> bool:
+def has_auxiliary(task: Task) -> bool:
     """Return whether the backward left some rank a coefficient of a part of the loss that passes through no token. All
     ranks call this together."""
+    prober = task.prober
     records = map(prober.step.recorded, range(prober.step.num_micro_batches))
     is_left = any(each.auxiliary_coefficient is not None for each in records)
     return prober.ranks.max([float(is_left)])[0] > 0
