@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the layer and the kind of module that a parameter belongs to, by its name.
 
-FSDP1 without original parameters merges all parameters of a wrapped unit into one flat parameter; what is left of its
-name still has the layer, and its kind is then ``mixed``.
+FSDP1 without original parameters merges all parameters of a wrapped unit into one flat parameter, whose name still has
+the layer; its kind is ``mixed``.
 """
 
 import functools
@@ -64,7 +64,7 @@ def names_for_layers(space: GradientSpace) -> list[str]:
 def head_square(space: GradientSpace) -> torch.Tensor:
     """Return this rank's part of the squared gradient norm of the output head, or of the embedding where both are tied.
 
-    A scalar of ``.grad`` as it is, without communication; the parts of all processes add up. The head's gradient norm
+    A scalar, read off ``.grad`` without communication; the parts of all processes add up. The head's gradient norm
     is a lower bound on how far a step moves the policy, and surges where training degrades (arXiv 2605.19425).
     Negative where neither the trainer nor a parameter's name says which is the head.
     """

@@ -188,21 +188,22 @@ class Localizer:
             gradient (or none) into ``.grad``. On the host, so that the device is read only once.
         """
         norm = float(grad_norm)
-        self._policy = policy or self._policy
-        self._peak.end(self._space.device)
         grad_norm = torch.tensor(norm, dtype=grad_norm.dtype)
+        policy = self._policy = policy or self._policy
+        self._peak.end(self._space.device)
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
-        policy, spike = self._policy, None
         self.updates.ask()
         self.updates.number = policy.global_step if policy is not None else self.updates.number + 1
+        spike = None
         if policy is not None:
-            self._first_step = self._step if len(self.norms) == 1 else self._first_step
+            if len(self.norms) == 1:
+                self._first_step = self._step
             spike = self._find_spike(policy, norm)
             if spike is not None:
                 self._learn_of_updates(_read(self.updates.open))
-            grad_norm = grad_norm if spike is None else self._handle(policy, spike, grad_norm)
+                grad_norm = self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
         loss_scale = self._step.loss_scale if self.powers.scales_loss else 1.0
         self._tracker.after_mini_batch(self._space, self._clip_scale(norm), loss_scale, is_spike)

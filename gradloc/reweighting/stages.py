@@ -25,7 +25,7 @@ _ADDITIVE = frozenset(
     "actor/loss actor/pg_loss actor/kl_loss actor/entropy actor/entropy_loss actor/pg_clipfrac "
     "actor/pg_clipfrac_lower gradloc/skip_step/skipped gradloc/layer_clip/nonfinite".split()
 )
-"""Means over all response tokens, of which each stage has its part, and counts of each rank."""
+"""Means over all response tokens, where each stage has a part, and counts of each rank."""
 
 
 @dataclass(frozen=True)

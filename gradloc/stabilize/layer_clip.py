@@ -20,8 +20,8 @@ _CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
 class _Average:
-    """Of one layer: a factor over the exponential moving average of its clipped norms; their running minimum in the
-    warm-up (AdaGC, arXiv:2502.11034, algorithm 1)."""
+    """Limits a layer by a factor over the exponential moving average of its clipped norms, in the warm-up over their
+    running minimum (AdaGC, arXiv:2502.11034, algorithm 1)."""
 
     def __init__(self, settings: LayerClipConfig):
         self._factor, self._beta = settings.relative_factor, settings.beta

@@ -51,10 +51,6 @@ class Oracle:
         """Return the norms of many tokens; one forward per row, one backward per token."""
         return {place: self._norm(loss) for place, loss in self._losses_at(places)}
 
-    def row_norm(self, row: int) -> float:
-        """Norm of all of a row's tokens together."""
-        return self._norm(self._losses(row).sum())
-
     def gradient(self, places: Iterable[Place] | None = None) -> torch.Tensor:
         """The gradient of these tokens together, or of all: float64 (number of weights,), as the model lists them."""
         if places is None:

@@ -52,9 +52,6 @@ class Oracle:
             places = found.mask.nonzero().tolist()
             self._roots |= {(found.rank, found.index, *place): root for place, root in zip(places, roots, strict=True)}
 
-    def __iter__(self) -> Iterator[Place]:
-        return iter(self._roots)
-
     def __getitem__(self, place: Place) -> torch.Tensor:
         return self._backward(self._roots[place])
 
@@ -83,12 +80,6 @@ class Oracle:
 def place_of(culprit: dict[str, Any]) -> Place:
     """Return the place of an event's culprit, by its first token."""
     return culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["positions"][0]
-
-
-def token_gradients(trainer: Any, model: torch.nn.Module, batch: Any) -> dict[Place, torch.Tensor]:
-    """Every token's; see :class:`Oracle`."""
-    oracle = Oracle(trainer, model, batch)
-    return {place: oracle[place] for place in oracle}
 
 
 def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
