@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to do now, where it also follows from the run's own settings; the golden events hold the rules themselves."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 from gradloc.explain.advice import options_of
 from gradloc.explain.causes import CAUSE_INFO, RULES
 from gradloc.explain.cures import MILDEST_FIRST, OF_BATCH, cures_for, loss_settings
-from gradloc.explain.next_step import FACTS, next_step
+from gradloc.explain.next_step import FACTS, Evidence, next_step
 from gradloc.record import CAUSES, Action, Event
 from gradloc.record.reading import read
 from tests.explain import a_culprit
+from tests.explain import event as plain
 from tests.report import events as golden
+from tests.report.builder import make_culprit
 
 TAUGHT = {"log_prob": -9.0, "teacher_log_prob": -0.1, "advantage": None}
 DISTILLED = {"teacher_gap": 0.1}
@@ -108,3 +111,57 @@ def test_every_setting_that_a_cause_names_has_its_place_among_them():
     named = {name for meaning in CAUSE_INFO.values() for name in meaning.cures}
     assert not named ^ {*MILDEST_FIRST}, "these are to be in both: cures of explain/causes.ini and MILDEST_FIRST"
     assert named > {*OF_BATCH}
+
+
+# ---- what an event says beyond its cause's name
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "drift", "do_differ"),
+    [
+        ((-1.0, -1.0, -5.0), 0.0, True),
+        ((-1.0, -3.0, -5.0), 2.0, True),
+        ((-1.0, -4.0, -5.0), 3.0, False),
+        ((-1.0, -1.0, -1.1), 0.0, False),
+        ((-1.0, None, -5.0), 0.0, False),
+        ((-INF, -1.0, -5.0), 0.0, True),
+        ((-1.0, -1.0, "-Infinity"), 0.0, False),
+    ],
+)
+def test_engines_differ_where_they_did_before_the_update_and_by_more_than_the_policy_moved(log_probs, drift, do_differ):
+    now, old, rollout = ("-Infinity" if value == -INF else value for value in log_probs)
+    culprit = make_culprit(log_prob=now, old_log_prob_stored=old, rollout_log_prob=rollout)
+    evidence = Evidence(plain(culprits=[culprit]))
+    assert (evidence.drift, evidence.do_engines_differ) == (drift, do_differ)
+    assert FACTS["engines_differ"](evidence) == do_differ
+
+
+@pytest.mark.parametrize(
+    ("norm", "verdict", "is_judged"),
+    [
+        (747.66, "explained", True),
+        (None, "explained", True),
+        ("Infinity", "explained", False),
+        (9.0, "undecided", False),
+    ],
+)
+def test_a_certificate_judges_culprits_of_a_norm_that_is_finite_or_not_told(norm, verdict, is_judged):
+    trigger = {"kind": "relative", "grad_norm": norm, "threshold": 52.26}
+    made = plain(trigger=trigger, certificate={"verdict": verdict})
+    assert Evidence(made).is_judged("explained") == is_judged
+    assert not Evidence(plain(culprits=[], trigger=trigger)).is_judged("explained")
+
+
+def test_the_pull_is_the_teacher_s_the_weight_or_the_advantage():
+    assert Evidence(plain()).as_text()["Pull"] == "Advantage (10,000)"
+    culprit = make_culprit(teacher_log_prob=-0.25)
+    told = Evidence(plain(culprits=[culprit], batch={"teacher_gap": 0.1})).as_text()
+    assert told["Pull"] == "The teacher's (-0.25)" and "teacher" in told["pull"]
+    assert "teacher" not in Evidence(plain()).as_text()["pull"]
+
+
+@pytest.mark.parametrize(("advantage", "is_punished"), [(-0.5, True), (0.0, False), (0.5, False), (None, False)])
+def test_a_token_is_punished_by_a_negative_advantage(advantage, is_punished):
+    assert FACTS["punished"](Evidence(plain(culprits=[make_culprit(advantage=advantage)]))) == is_punished

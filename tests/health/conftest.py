@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command prints or refuses; browser tests run when they are asked for by name, here too."""
+"""What a command prints or refuses."""
 
-from tests.report.conftest import pytest_collection_modifyitems, refused, shown  # noqa: F401
+from tests.report.conftest import refused, shown  # noqa: F401

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from gradloc.loop.fingerprint import differs
+from gradloc.record.bundle import Fingerprint
+from gradloc.record.reading import read
 from gradloc.replay.__main__ import render
-from tests.replay.conftest import A, edit_meta, edit_tensors
+from tests.replay.conftest import ON, A, edit_meta, edit_tensors
+from tests.world.models.vision import SIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = f"{A}gradloc.evidence.bundle=full"
@@ -159,3 +163,28 @@ def test_half_precision_computes_as_fsdp_does(event, models, replay):
     done = replay(event("bf16", overrides=overrides), models / "model")
     assert done["code"] == 0, done
     assert done["record"]["norm"]["event"] == pytest.approx(done["record"]["norm"]["replay"], rel=1e-3)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "fsdp1", "fsdp1, original parameters"])
+def test_sharding_does_not_change_a_fingerprint(prints, sharding):
+    plain, sharded, other = (read(Fingerprint, prints[name]) for name in ("plain", sharding, "other"))
+    assert differs(plain, sharded) is differs(sharded, plain) is None
+    assert (sharded.parameters is None) == (sharding == "fsdp1")
+    assert differs(sharded, other) is not None
+
+
+@pytest.mark.slow
+def test_an_event_with_pictures_is_replayed_with_them(world, single, replay, tmp_path):
+    full = [*ON, *SIZE, f"{A}gradloc.evidence.bundle=full"]
+    world.run("tests.world.models.vision.train", overrides=full, dump_dir=str(tmp_path / "events"), advantage=1e4)
+    single.run("tests.world.models.vision.save_model", folder=str(tmp_path / "model"))
+    (bundle,) = (tmp_path / "events" / "events").iterdir()
+    done = replay(bundle, tmp_path / "model")
+    assert (done["code"], done["err"]) == (0, ""), done["out"]
+    record, meta = done["record"], json.loads((bundle / "meta.json").read_text())
+    assert record["verdict"] == "same" and record["weights"]["verdict"] == "same"
+    assert record["norm"]["replay"] == pytest.approx(meta["event"]["trigger"]["grad_norm"], rel=1e-5)
+
+    edit_meta(bundle, lambda meta: meta.update(multi_modal_note="the pictures take more than 1 MiB"))
+    refused = replay(bundle, tmp_path / "model")
+    assert refused["code"] == 2 and "cannot be replayed: the pictures take more than 1 MiB." in refused["err"]

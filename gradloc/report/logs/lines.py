@@ -70,18 +70,7 @@ _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
-_OF_SKIPS = (
-    "verflow",
-    "OVERFLOW",
-    "kipping",
-    "inimum",
-    "o not update",
-    "not finite",
-    "diverged",
-    " loss ",
-    "became",
-    "topping",
-)
+_OF_SKIPS = "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping".split("|")
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
     r"|saved checkpoint from iteration +(?P<iteration>\d{1,15}) to (?P<folder>[\w./~-]+)",

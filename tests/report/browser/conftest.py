@@ -69,6 +69,12 @@ def log_page(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def collapsed_page(tmp_path_factory):
+    """Of a run whose health goes from warning to danger."""
+    return written(REPO / "tests/health/recordings/collapsed.jsonl", tmp_path_factory.mktemp("collapsed"))
+
+
+@pytest.fixture(scope="session")
 def mismatch_page(tmp_path_factory):
     """Of two columns, one of which is off by a token."""
     folder = tmp_path_factory.mktemp("mismatch")

@@ -97,6 +97,27 @@ def test_the_page_of_a_log_goes_from_its_spike_to_the_line_to_copy_by_keyboard_a
     assert "copy" in driver.switch_to.active_element.get_attribute("class").split()
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_part_of_the_strip_says_its_reasons_when_pointed_at_or_tabbed_to(driver, collapsed_page, width):
+    from selenium.webdriver import ActionChains, Keys
+
+    open_page(driver, collapsed_page, width)
+    parts = [part for part in find(driver, ".noted") if part.is_displayed()]
+    note = find(driver, "#state-note")[0]
+    assert note.text.startswith("Above the curve, the run's health")
+    assert len(parts) >= 5
+
+    ActionChains(driver).move_to_element(parts[0]).perform()
+    assert note.text.startswith("Steps 8-9: warning. truncation: ")
+
+    find(driver, "#theme")[0].click()
+    find(driver, ".plot")[0].send_keys(Keys.TAB)
+    assert driver.switch_to.active_element.get_attribute("aria-label") == note.text
+    driver.switch_to.active_element.send_keys(Keys.TAB)
+    assert note.text.startswith("Steps 10-11: danger. ")
+    assert not driver.get_log("browser")
+
+
 def test_two_fingers_zoom_the_curve_and_one_moves_it(driver, long_run_page):
     shots.show(driver, long_run_page, 400, 850, is_dark=False)
     plot = find(driver, ".u-over")[0]
