@@ -35,36 +35,6 @@ def test_the_line_is_the_headline_and_names_token_rank_share_both_norms_and_the_
     assert announcement(event()) == said
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (event(culprits=[]), "Nothing was found that made the spike at step 5: norm 748; step taken"),
-        (
-            event(culprits=[make_culprit(share=0.2), make_culprit(7, token=" 7", share=0.79)]),
-            'Two tokens made the step-5 spike: " 7" (rank 1) and 1 more carry 99%, norm 748 (0.77 without them)',
-        ),
-        (event(culprits=[make_culprit(share=None)]), '" is" (rank 1), norm 748'),
-        (event(culprits=[make_culprit(share=None)], step={"dp_size": 1}), '" is", norm 748'),
-        (event(culprits=[make_culprit(share_error=0.004)]), "carries 75% +- 0.4%, norm 748"),
-        (event(culprits=[make_culprit(share_error=0.0)]), "carries 75%, norm 748"),
-        (event(culprits=[make_culprit(is_exact=False)], shares=UNTRUSTED), '" is" (rank 1), norm 748'),
-        (event(culprits=[make_culprit()], shares=UNTRUSTED), "carries 75%, norm 748"),
-        (event(certificate={"norm_after": 1.38, "error_bound": 2.562}), "norm 748 (at most 3.95 without it);"),
-        (event(trigger={"kind": "forced"}), "One token made most of step 5's gradient (a rehearsal): "),
-        (event(trigger={"grad_norm": "NaN"}), "norm NaN (0.77"),
-        (event(certificate={"norm_after": None, "verdict": "undecided"}), "(– without it, undecided);"),
-        (
-            event(consequence={"grad_clip": 1.0, "clip_scale": 0.00134}),
-            "norm 748 (0.77 without it); step taken, clipped",
-        ),
-        (event(model="critic"), "One token made the step-5 spike of the critic: "),
-        (event(certificate={"verdict": "not_explained"}), "without it, not explained); step taken"),
-    ],
-)
-def test_what_is_not_known_or_not_so_is_said(found, words):
-    assert words in announcement(found)
-
-
 def test_a_row_has_the_share_s_error_and_no_share_that_is_not_trusted():
     def row(**changes) -> dict:
         culprit = make_culprit(is_exact=False, share_error=0.004)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from gradloc.explain.story import cause_of, verdict_sentences
 from gradloc.explain.text import spoken
+from gradloc.notify.lines import announcement
 from gradloc.report.cli import main
 from gradloc.report.pages.document import Block, EventDocument, Facts, Fold, Lines, Table
 from gradloc.report.pages.document import document as make_document
@@ -146,6 +147,7 @@ def parts(made: EventDocument) -> dict[str, str]:
         "proof": facts(" ".join(sentences[:action])),
         "said": facts(verdict_sentences(made.event)),
         "cause": spoken(cause_of(made.event)),
+        "announced": announcement(made.event).removeprefix(f"{made.headline}: "),
     }
     return {name: value for name, value in found.items() if value}
 

@@ -10,7 +10,6 @@ import pytest
 from gradloc.explain.advice import ACTIONS, CHECKPOINT, VERLS, is_trl, lines_of, verl_of
 from gradloc.explain.next_step import Evidence, rule_for
 from gradloc.explain.text import one_line
-from gradloc.notify.lines import announcement
 from gradloc.report.pages import page, terminal
 from gradloc.report.pages.document import Facts, Fold, Heading, Lines, Table
 from gradloc.report.pages.markdown import escape, issue
@@ -35,7 +34,6 @@ def made(name, tmp_path_factory):
 def test_an_event_s_facts_are_the_golden_ones(name, made):
     assert golden(name, made) == GOLDEN[name], "where it is meant: python -m tests.report.golden"
     assert name not in OF_RULES or rule_for(Evidence(made.event)).seen == name
-    assert announcement(made.event).startswith(f"{made.headline}: ")
 
 
 def test_what_was_done_is_not_advised_again(made):
