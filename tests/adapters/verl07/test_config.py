@@ -76,6 +76,7 @@ def test_the_seam_that_imports_the_package_knows_every_switch_of_its(single):
     assert [key for key, _ in found[len(cases) :]] == [None] * len(OFF)
 
 
+STABILIZE = "gradloc.stabilize"
 WRONG = {
     "grad_norm_threshold=-1": "must be null (adaptive) or a positive",
     "bisect_budget_steps=0": "must be an integer of at least 1",
@@ -100,13 +101,21 @@ WRONG = {
     "gradloc.notify.webhook=somewhere": "must be null, env:NAME",
     "gradloc.notify.timeout_s=0": "must be in (0, 600]",
     "gradloc.notify.min_interval_s=-1": "must be a number from 0 on",
+    f"{STABILIZE}.token_clip.mode=truncate": "must be one of off, mask, clamp, found 'trunc",
+    f"{STABILIZE}.token_clip.mode=mask {STABILIZE}.token_clip.upper=null": "must be a number while token_clip.mode",
+    f"{STABILIZE}.seq_clip.lower=0": "must be null (no bound) or in (0, 1]",
+    f"{STABILIZE}.layer_clip.group=row": "must be one of layer, kind, tensor, found 'row'",
+    f"{STABILIZE}.layer_clip.warmup=1": "must be an integer of at least 2, found 1",
+    f"{STABILIZE}.skip_step.enable=maybe": "must be true or false, found 'maybe'",
 }
+"""Overrides -> what is said of the last of them."""
 
 
 def test_a_wrong_value_is_refused_with_a_sentence_that_names_the_key(compose):
-    answers = compose(*([f"{ACTOR}.{override}"] for override in WRONG))
-    for (override, sentence), answer in zip(WRONG.items(), answers, strict=True):
-        assert f"{ACTOR}.{override.partition('=')[0]} {sentence}" in answer.get("error", ""), override
+    answers = compose(*([f"{ACTOR}.{override}" for override in overrides.split()] for overrides in WRONG))
+    for (overrides, sentence), answer in zip(WRONG.items(), answers, strict=True):
+        key = overrides.split()[-1].partition("=")[0]
+        assert f"{ACTOR}.{key} {sentence}" in answer.get("error", ""), overrides
 
 
 def test_the_published_knobs_work_word_for_word(compose):
