@@ -43,50 +43,39 @@ def read(kind: type[T], raw: Any) -> T:
     Raises:
         ValueError: names the field that is missing or of the wrong type.
     """
-    return _reader(kind)(raw)  # type: ignore[arg-type]
+    return _reader(kind)[1](raw)  # type: ignore[arg-type]
 
 
 Reader = Callable[[Any], Any]
 
 
 @functools.cache  # an event has a hundred fields, and a run may have 100,000 events
-def _reader(hint: Any) -> Reader:
-    """Return the function that converts parsed JSON to a type."""
+def _reader(hint: Any) -> tuple[frozenset[type], Reader]:
+    """Return the types of JSON values that a type takes unchanged, as most fields have one, and the function that
+    converts others.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _reader(args[0])
     if origin in (typing.Union, types.UnionType):
-        inner = _reader(args[0])
-        return lambda raw: None if raw is None else inner(raw)
+        unchanged, inner = _reader(args[0])
+        return unchanged | {types.NoneType}, lambda raw: None if raw is None else inner(raw)
+    if hint is float or hint in _SIMPLE:
+        return frozenset({hint}), _float if hint is float else functools.partial(_simple, hint)
     if is_dataclass(hint):
-        return _object(hint)
+        return frozenset(), _object(hint)
     if origin is tuple:
-        is_any_length = args[-1] is ...
-        return functools.partial(_tuple, [_reader(arg) for arg in args if arg is not ...], is_any_length and args[0])
+        readers, is_any_length = [_reader(arg)[1] for arg in args if arg is not ...], args[-1] is ...
+        return frozenset(), functools.partial(_tuple, readers, is_any_length and args[0])
     if origin is dict:
-        return functools.partial(_dict, _reader(args[1]))
-    if hint is float:
-        return _float
-    return functools.partial(_simple, hint) if hint in _SIMPLE else lambda raw: raw
-
-
-def _as_it_is(hint: Any) -> frozenset[type]:
-    """Return the types of JSON values that need no conversion; most fields have one."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _as_it_is(args[0])
-    if origin in (typing.Union, types.UnionType):
-        return _as_it_is(args[0]) | {types.NoneType}
-    return frozenset({hint} if hint in (float, *_SIMPLE) else ())
+        return frozenset(), functools.partial(_dict, _reader(args[1])[1])
+    return frozenset(), lambda raw: raw
 
 
 def _object(kind: Any) -> Reader:
     hints = typing.get_type_hints(kind, include_extras=True)
     parts = [
-        (
-            *(field.name, _as_it_is(hints[field.name]), _reader(hints[field.name])),
-            field.default is MISSING and field.default_factory is MISSING,
-        )
+        (field.name, *_reader(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
         for field in fields(kind)
     ]
     defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
@@ -100,10 +89,10 @@ def _object(kind: Any) -> Reader:
             raw = upgrade(raw)
         found, name = {**defaults}, ""
         try:
-            for name, as_it_is, read_field, is_required in parts:
+            for name, unchanged, read_field, is_required in parts:
                 if name in raw:
                     value = raw[name]
-                    found[name] = value if type(value) in as_it_is else read_field(value)
+                    found[name] = value if type(value) in unchanged else read_field(value)
                 elif is_required:
                     raise Misfit("", None)
         except Misfit as error:
