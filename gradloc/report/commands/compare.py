@@ -7,7 +7,8 @@ from pathlib import Path
 from ...explain.text import one_line
 from .. import output
 from ..pages import page, terminal
-from ..pages.markdown import escape
+from ..pages.document import Table
+from ..pages.markdown import paragraphs
 from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
 from . import add_log_arguments
@@ -65,8 +66,5 @@ def _print(comparison: Comparison) -> None:
 
 
 def _markdown(comparison: Comparison) -> str:
-    lines = [comparison.parted, ""]
-    for head, rows in _tables(comparison):
-        lines += [f"| {head} | {' | '.join(map(escape, comparison.names))} |", "| --- | --- | --- |"]
-        lines += ["| " + " | ".join(map(escape, row)) + " |" for row in rows] + [""]
-    return "\n".join(lines)
+    tables = [Table((head, *comparison.names), [*map(tuple, rows)]) for head, rows in _tables(comparison)]
+    return "\n\n".join([comparison.parted, *(part for table in tables for part in paragraphs(table))]) + "\n"

@@ -108,12 +108,13 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
 
 
 def _steps(diagnosis: Diagnosis) -> list[dict[str, float | None]]:
-    steps = []
-    for at, judged in enumerate(diagnosis.judged):
-        segment = {"segment": at} if len(diagnosis.judged) > 1 else {}
-        for j in judged:
-            steps.append({"step": j.step, "norm": j.norm, "threshold": j.threshold, "spike": j.spike, **segment})
-    return steps
+    has_several = len(diagnosis.judged) > 1
+    return [
+        {"step": j.step, "norm": j.norm, "threshold": j.threshold, "spike": j.spike}
+        | ({"segment": at} if has_several else {})
+        for at, judged in enumerate(diagnosis.judged)
+        for j in judged
+    ]
 
 
 def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:

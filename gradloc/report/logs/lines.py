@@ -369,22 +369,18 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
         raise ReportError(f"{path} is no file: --pattern reads lines of one.")
     source = Source(path)
     made = Recording(path.name, "lines by --pattern", notes=source.notes, folder=path.parent)
-    num_lines = 0
+    made.is_counted, num_lines = "step" not in known.groupindex, 0
     for line in unwrapped(source.lines()):
         num_lines += 1
-        found = known.search(line)
-        if found is None:
-            continue
-        values = {name: number((text or "").strip(" ,;|")) for name, text in found.groupdict().items()}
-        norm, step = values.pop("value"), values.pop("step", None)
-        if norm is None or ("step" in known.groupindex and step is None):
-            continue
-        metrics = {name: value for name, value in values.items() if value is not None}
-        made.rows.append((len(made.rows) + 1 if step is None else int(step), {"grad_norm": norm, **metrics}))
+        texts = found.groupdict() if (found := known.search(line)) else {}
+        spelled = {name: number((text or "").strip(" ,;|")) for name, text in texts.items()}
+        values = {name: value for name, value in spelled.items() if value is not None}
+        norm, step = values.pop("value", None), values.pop("step", None)
+        if norm is not None and (made.is_counted or step is not None):
+            made.rows.append((len(made.rows) + 1 if step is None else int(step), {"grad_norm": norm, **values}))
     if not made.rows:
         raise ReportError(f"{path.name}: --pattern {pattern!r} finds no number in its {num_lines:,} lines.")
     made.receipt = f"{len(made.rows):,} of {num_lines:,} lines read"
-    made.is_counted = "step" not in known.groupindex
     if made.is_counted:
         made.notes.append("--pattern has no group `step`: each line that it finds was counted as one.")
     return made

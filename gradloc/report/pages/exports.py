@@ -16,11 +16,6 @@ from ..output import as_json
 from ..runs.run import RunFolder
 from .markdown import to_markdown
 
-
-def _column(name: str) -> Callable[[Event, Culprit], Any]:
-    return lambda _, culprit: culprit.at(name)
-
-
 EVENT_COLUMNS: dict[str, Callable[[Event], Any]] = {
     "event_id": lambda event: _quoted(event.event_id),
     "global_step": lambda event: event.step.global_step,
@@ -48,7 +43,7 @@ CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
     "share": trusted_share,
     "share_error": lambda event, culprit: None if trusted_share(event, culprit) is None else culprit.share_error,
     "culprit_norm": lambda _, culprit: culprit.grad_norm,
-    **{name: _column(name) for name in OF_A_TOKEN},
+    **{name: lambda _, culprit, name=name: culprit.at(name) for name in OF_A_TOKEN},
 }
 
 

@@ -37,7 +37,7 @@ def issue(made: EventDocument) -> tuple[str, str]:
     for section in made.sections:
         parts.append(f"**{escape(section.title)}**")
         for block in section.blocks:
-            parts += _block(block)
+            parts += paragraphs(block)
     text = ""
     if made.quote is not None:
         before, token, after = made.quote
@@ -47,7 +47,7 @@ def issue(made: EventDocument) -> tuple[str, str]:
     return "\n\n".join(filter(None, parts)) + "\n", text
 
 
-def _block(block: Block) -> list[str]:
+def paragraphs(block: Block) -> list[str]:
     """Return the paragraphs of a block."""
     if isinstance(block, str):
         return [escape(block)]
@@ -60,7 +60,7 @@ def _block(block: Block) -> list[str]:
         return ["\n".join(f"- {escape(name)}: {escape(f'{text} {odd}'.strip())}" for name, text, odd in block.pairs)]
     if isinstance(block, Lines):
         return ["\n".join(_lines(block.lines))]
-    inner = [part for each in block.blocks for part in _block(each)]
+    inner = [part for each in block.blocks for part in paragraphs(each)]
     token = f"{_cell(block.token)}, " if block.token else ""
     return [f"<details><summary>{token}{escape(block.summary)}</summary>", *inner, "</details>"]
 
