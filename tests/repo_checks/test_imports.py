@@ -33,7 +33,6 @@ RANKS = {
     "report": 9,
     "command": 10,
     "reweighting": 5,
-    "rewards": 0,
     "conf": 0,
     "rollout_filter": 5,
     "stabilize": 5,

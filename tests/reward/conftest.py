@@ -3,7 +3,7 @@
 
 import pytest
 
-from gradloc.rewards import math_pool
+from lab.rewards import math_pool
 
 
 @pytest.fixture(scope="session")

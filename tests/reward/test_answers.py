@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc.rewards.math_verify`` scores what Math-Verify scores.
+"""``lab.rewards.math_verify`` scores what Math-Verify scores.
 
 pytest tests/reward/test_answers.py
 """
@@ -8,7 +8,7 @@ import pytest
 from math_verify.metric import math_metric
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
-from gradloc.rewards import math_verify
+from lab.rewards import math_verify
 from tests.reward.answers import boxed, boxed_gold
 
 CASES = {

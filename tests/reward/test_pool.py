@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gradloc.rewards import math_verify
+from lab.rewards import math_verify
 from tests.reward.answers import HANGING, boxed, boxed_gold, pids
 
 
@@ -122,7 +122,7 @@ def test_without_the_package_the_error_names_the_command_that_installs_it(make_p
     with pytest.raises(ImportError) as caught:
         pool.score(boxed_gold(1), boxed(1), 10)
     assert str(caught.value) == (
-        "gradloc.rewards.math_verify needs the package math-verify, which could not be loaded "
+        "lab.rewards.math_verify needs the package math-verify, which could not be loaded "
         "(ModuleNotFoundError: No module named 'math_verify'): "
         "run `pip install math-verify==0.9.0 antlr4-python3-runtime==4.9.3`."
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.rewards import math_verify
+from lab.rewards import math_verify
 from tests.reward.answers import HANGING, boxed, pids
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,8 +42,8 @@ HANGING = sys.argv[2]
 """
 ACTOR = """
 import asyncio, json, ray, sys
-from gradloc.rewards import math_pool
-from gradloc.rewards.math_verify import compute_score, score
+from lab.rewards import math_pool
+from lab.rewards.math_verify import compute_score, score
 
 HANGING = sys.argv[2]
 
@@ -66,7 +66,7 @@ ray.shutdown()
 @pytest.fixture
 def start():
     """Starts Python code as a process of its own."""
-    pool_file = ROOT / "gradloc/rewards/math_pool.py"
+    pool_file = ROOT / "lab/rewards/math_pool.py"
     processes = []
 
     def start(code):

@@ -6,8 +6,8 @@
 
 import re
 
-from gradloc.rewards import math_verify
 from lab.experiments.cpu.reward import ArithmeticReward
+from lab.rewards import math_verify
 from verl.trainer.ppo.core_algos import register_adv_est
 
 NUMBER = re.compile(r"\d+")

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from gradloc.rewards import kk as kk_reward
 from lab.experiments import catalog
 from lab.experiments.errors import UsageError
+from lab.rewards import kk as kk_reward
 from tests.experiments.conftest import composer
 from tests.experiments.real import demo, explode, largest_difference
 
@@ -58,7 +58,7 @@ def test_the_published_experiment_has_its_knobs_on_this_verl(composed):
 @pytest.mark.parametrize("name, alpha", [("kk-baseline-verl09", None), ("kk-ar-verl09", 0.2)])
 def test_knights_and_knaves_has_its_reward_and_looks_for_no_spikes(composed, name, alpha):
     config = composed(name)
-    assert config["reward"]["custom_reward_function"]["path"] == "pkg://gradloc.rewards.kk"
+    assert config["reward"]["custom_reward_function"]["path"] == "pkg://lab.rewards.kk"
     assert config["algorithm"].get("advantage_reweighting", {}).get("alpha") == alpha
     assert not config["actor_rollout_ref"]["actor"].get("gradloc", {}).get("enable")
     assert kk_reward.score("kk_logic3", "nothing", {"solution_text_format": "(1) Zoey is a knight"})["score"] == -3.0

@@ -86,7 +86,7 @@ def test_only_a_training_response_without_an_end_in_time_is_penalized(verl, leng
 
 def test_mathematics_is_scored_by_math_verify():
     pytest.importorskip("math_verify")
-    from gradloc.rewards.math_verify import score
+    from lab.rewards.math_verify import score
 
     assert score("math", r"so we get \boxed{\frac{1}{2}}", "0.5") == 1.0
     assert score("math", r"so we get \boxed{3}", "0.5") == 0.0

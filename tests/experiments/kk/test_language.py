@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from gradloc.rewards import kk  # noqa: E402
 from lab.experiments.cpu import material  # noqa: E402
 from lab.experiments.kk import language  # noqa: E402
+from lab.rewards import kk  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gradloc.rewards import kk
 from lab.experiments.kk import puzzle, wording
+from lab.rewards import kk
 
 PUZZLES = [one for n in range(2, 8) for one in puzzle.draw(4, n, random.Random(f"reward {n}"))]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

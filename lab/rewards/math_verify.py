@@ -8,7 +8,7 @@ from . import math_pool
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, **_: object) -> float:
-    """Return as verl calls it: ``custom_reward_function.path=pkg://gradloc.rewards.math_verify``, ``name=score``."""
+    """Return as verl calls it: ``custom_reward_function.path=pkg://lab.rewards.math_verify``, ``name=score``."""
     return compute_score(solution_str, ground_truth)
 
 

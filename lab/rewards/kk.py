@@ -23,7 +23,7 @@ SOLUTION_LINE = re.compile(r"\b([A-Za-z]+)\b.*?\b(knight|knave)\b", re.IGNORECAS
 
 
 def score(data_source: str, solution_str: str, ground_truth: dict, extra_info: dict | None = None, **_) -> dict:
-    """Return as verl calls it: ``custom_reward_function.path=pkg://gradloc.rewards.kk``, ``name=score``."""
+    """Return as verl calls it: ``custom_reward_function.path=pkg://lab.rewards.kk``, ``name=score``."""
     return compute_score(solution_str, ground_truth)
 
 

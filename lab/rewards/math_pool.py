@@ -81,7 +81,7 @@ class Worker:
         if "error" in reply:
             self.kill()
             raise ImportError(
-                f"gradloc.rewards.math_verify needs the package math-verify, which could not be loaded "
+                f"lab.rewards.math_verify needs the package math-verify, which could not be loaded "
                 f"({reply['error']}): run `{INSTALL_COMMAND}`."
             )
 
