@@ -47,6 +47,8 @@ NEIGHBOURS = {
     "analysis": {"rollout_filter"},  # groups of rollouts
     "health": {"rollout_filter"},  # groups of rollouts
 }
+ENTRIES = {"report.__main__": {"command"}}
+"""``python -m gradloc.report`` is the command."""
 MODELS = {"replay.model": {"transformers"}}
 """A replay runs a plain model."""
 
@@ -110,7 +112,7 @@ def may_import(name: str, found: str) -> bool:
     here, there = room(name), room(found[1:]) if found.startswith(".") else ""
     if not there or there == here:
         return not found.startswith("gradloc")
-    return RANKS[there] < RANKS[here] or there in NEIGHBOURS.get(here, ())
+    return RANKS[there] < RANKS[here] or there in NEIGHBOURS.get(here, ()) or there in ENTRIES.get(name, ())
 
 
 def test_imports_run_downwards():
