@@ -144,8 +144,9 @@ class _AutoSearch:
         for candidate in candidates:
             is_proved = shares.is_exact and candidate.norm >= candidate.threshold
             most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
-            if shares.is_exact and abs(left) + error < most**2:
-                break
+            is_needed = not shares.is_exact or abs(left) + error >= most**2
+            if not is_needed and not candidate.threshold >= self.task.reference:
+                continue
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
             if len(others) >= self.task.max_culprits or num_misses == MAX_MISSES:
@@ -158,10 +159,7 @@ class _AutoSearch:
                 culprit = self._verify(candidate)
             else:
                 continue
-            # what is named may account for all that was read: the certificate says whether quieter ones are needed
-            is_accounted = has_named and not candidate.norm and shares.is_exact and abs(left) <= 2 * error
-            least = self.task.reference if is_accounted else culprit.threshold
-            is_culprit = not culprit.norm < least  # NaN is one, too
+            is_culprit = not culprit.norm < culprit.threshold  # NaN is one, too
             num_misses = 0 if is_culprit else num_misses + 1
             if is_culprit:
                 result.culprits, has_named = [*others, culprit], True
@@ -169,7 +167,7 @@ class _AutoSearch:
         return has_named
 
     def _verify(self, candidate: Span) -> Span:
-        culprit = verify(self.task, candidate, self.task.culprit_norm)
+        culprit = verify(self.task, candidate, max(self.task.culprit_norm, candidate.threshold))
         where = f"{candidate.span} of rank {candidate.rank}, micro-batch {candidate.micro_batch}"
         hint = "" if candidate.norm else "; proposed by its coefficient"
         note = f"{where}, from its token {candidate.start}{hint}"

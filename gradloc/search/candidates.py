@@ -43,9 +43,10 @@ def propose(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
     if not found and shares.is_exact:
         similar = find_similar(task, shares, named)
         found = similar if sum_products(task, shares, similar) > shares.square / 2 else []
-    if found and shares.is_exact and task.prober.step.num_micro_batches <= MAX_MISSES:
-        return found  # a further round of so few costs hardly more than the hints' backwards
-    hints = find_by_coefficient(task, MAX_MISSES, [*named, *found])
+    left = shares.square - sum_products(task, shares, found) if shares.is_trusted else math.inf
+    # tokens that cancel each other are left where the spans account for the spike: such a hint must make one by itself
+    least = task.reference if abs(left) < task.reference**2 else task.culprit_norm
+    hints = find_by_coefficient(task, MAX_MISSES, [*named, *found], least)
     if found or not is_read:
         return found + hints
     sizes = [part.abs() for part in shares.products]
@@ -184,13 +185,13 @@ def _largest(
     return found
 
 
-def find_by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Span]:
+def find_by_coefficient(task: Task, most: int, named: Sequence[Span], least: float) -> list[Span]:
     """Return hints: at most ``most`` tokens whose coefficients would make them culprits if their log-prob gradients
-    were typical ones, without those ``named``.
+    were typical ones, without those ``named``. ``least`` is the threshold that a backward has to show them over.
 
     |c_t| (1 - p_t) is taken for a token's norm (arXiv 2505.12929). If tokens are independent noise, a set's norm goes
     with the root of its sum of squares. A culprit has a quarter of the norm or more, hence a sixteenth of the sum of
-    squares of those no louder. And at the norm per coefficient of those ``named`` it would be as loud as a culprit.
+    squares of those no louder. And at the norm per coefficient of those ``named`` it would be over ``least``.
     This needs no forward, and shows pairs that cancel in the gradient.
     """
     prober, mask = task.prober, task.prober.step.token_mask
@@ -209,10 +210,10 @@ def find_by_coefficient(task: Task, most: int, named: Sequence[Span]) -> list[Sp
         known = [span for span in held.overlapping(candidate) if math.isfinite(span.norm)]
         norm_per_size = max([norm_per_size, *(span.norm / span.size**0.5 / size for span in known)])
         if not held.parts(candidate):
-            is_quiet = norm_per_size and norm_per_size * size < task.culprit_norm
+            is_quiet = norm_per_size and norm_per_size * size < least
             if is_quiet or (size / CULPRIT_SHARE) ** 2 < rest or len(kept) == most:
                 break
-            kept.append(candidate)
+            kept.append(replace(candidate, threshold=least))
     return kept
 
 
@@ -288,7 +289,8 @@ def spans_in(
     """Return the intervals [start, end) of one row's tokens that are worth naming.
 
     The whole row, if the loss pulls nearly all of it more and it is a culprit without its loudest few; its loud tokens,
-    neighbours together; or, where none is loud, the shortest run that carries nearly all.
+    neighbours together; or, where none is loud, the shortest run that carries nearly all, without the gap between two
+    tokens that do.
 
     Args:
         values: signed lower bounds on the norm of each token's gradient, (n,).
@@ -304,7 +306,7 @@ def spans_in(
     is_loud = shrunk(values, errors).abs() >= least
     start, end = _window(values)
     if _bound(values[start:end], errors[start:end]) >= least_run and not is_loud.any():
-        return [(start, end)]
+        return [(start + first, start + last) for first, last in _carriers(values[start:end])]
     found = []
     for start, end in _runs(is_loud.tolist()):
         is_one = _bound(values[start:end], errors[start:end]) >= least  # else they cancel
@@ -335,3 +337,16 @@ def _window(values: torch.Tensor) -> tuple[int, int]:
             start = int(carried.argmax())
             return start, start + length
     return 0, len(values)
+
+
+def _carriers(values: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the one or two tokens that carry nearly all of a run's sum; the whole run where it takes more. What no
+    share proves takes a backward of its own."""
+    sizes = values * values.sum().sign()
+    top = sizes.topk(min(2, len(sizes)))
+    enough = (top.values.cumsum(0) >= _NEARLY_ALL * sizes.sum()).nonzero().flatten().tolist()
+    if not enough:
+        return [(0, len(values))]
+    is_carrier = torch.zeros(len(values), dtype=torch.bool)
+    is_carrier[top.indices[: enough[0] + 1]] = True
+    return [*_runs(is_carrier.tolist())]

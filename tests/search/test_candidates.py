@@ -156,7 +156,7 @@ def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
 
 @pytest.mark.parametrize(("size", "num_found"), [(40.0, 1), (1.0, 0)])
 def test_a_coefficient_points_at_a_token_where_the_others_have_little(size, num_found):
-    kept = find_by_coefficient(one_rank([[[size] + [1.0] * 256]]), 2, ())
+    kept = find_by_coefficient(one_rank([[[size] + [1.0] * 256]]), 2, (), 1.0)
     assert [span.start for span in kept] == list(range(num_found)) and all(span.norm == 0 for span in kept)
 
 
@@ -205,13 +205,19 @@ def test_a_row_that_the_loss_pulls_more_as_a_whole_is_a_sequence_unless_few_toke
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_row_without_a_loud_token_is_named_by_the_shortest_run_that_carries_nine_tenths(seed):
+def test_a_row_without_a_loud_token_is_named_by_the_shortest_run_that_carries_nine_tenths_without_its_gap(seed):
     source = random.Random(seed)
     values = [source.choice([0.0, 0.1, 0.5]) if source.random() < 0.3 else 0.001 for _ in range(12)]
     runs = [(start, start + length) for length in range(1, 7) for start in range(13 - length)]
-    wanted = next(((a, b) for a, b in runs if sum(values[a:b]) >= 0.9 * sum(values)), (0, 12))
+    first, end = next(((a, b) for a, b in runs if sum(values[a:b]) >= 0.9 * sum(values)), (0, 12))
     least = max(values) * 1.01
     made = torch.tensor(values, dtype=torch.float64)
-    is_one = sum(values[slice(*wanted)]) >= least
-    assert spans_in(made, made * 0, False, least, least) == ([wanted] if is_one else [])
+    is_one = sum(values[first:end]) >= least
+    found = spans_in(made, made * 0, False, least, least)
+    named = [number for a, b in found for number in range(a, b)]
+    assert bool(named) == is_one and set(named) <= set(range(first, end))
+    if len(named) > 2:
+        assert found == [(first, end)], "where more than two carry it"
+    elif named:
+        assert sum(made[named]) >= 0.9 * sum(values[first:end]) - 1e-12 and min(made[named]) > 0.001
     assert spans_in(made, made * 0, False, least, 99.0) == [], "unless all rows are like it"

@@ -88,14 +88,30 @@ def test_of_many_tokens_that_are_alike_the_most_are_named_and_the_others_counted
     assert 0.5 * (count - 8) <= found.num_more <= count - 8
 
 
-def test_a_pair_that_cancels_across_micro_batches_is_measured_as_a_whole():
+def with_a_pair(size: float, part: float):
+    """A batch with two equal rows in two micro-batches, and the advantages that plant a token of this norm in one and
+    its opposite, times ``part``, in the other."""
     model, batch = build("tiny"), random_batch(build("tiny"))
     rows = {name: getattr(batch, name).clone() for name in ("tokens", "labels", "old_log_probs", "mask")}
     for row in rows.values():
         row[13] = row[1]
     batch = batch.edited(**rows)
-    one = 40 * float(batch.advantages[1, 2]) / Oracle(model, batch).norm((1, 2))
-    found, cost = search(batch.planted({(1, 2): one, (13, 2): -one / 2}))
+    one = size * float(batch.advantages[1, 2]) / Oracle(model, batch).norm((1, 2))
+    return batch, {(1, 2): one, (13, 2): -part * one}
+
+
+def test_a_pair_that_cancels_across_micro_batches_is_measured_as_a_whole():
+    batch, pair = with_a_pair(40.0, 0.5)
+    found, cost = search(batch.planted(pair))
     assert sorted(batch.place(token, 1, M) for token in found.tokens) == [(1, 2), (13, 2)]
     assert found.shares.closure == pytest.approx(1, abs=0.05), "and not the 2 of the louder one alone"
     assert cost <= 3 + 2 + 2 * 3 + 12 + 1, "and a forward that settles the step"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pair_that_cancels_is_named_where_another_token_explains_the_spike(dtype):
+    batch, pair = with_a_pair(40.0, 0.999)
+    planted = pair | {(6, 1): 20 * float(batch.advantages[6, 1]) / Oracle(build("tiny"), batch).norm((6, 1))}
+    found, _ = search(batch.planted(planted), dtype=dtype)
+    assert sorted(batch.place(token, 1, M) for token in found.tokens) == sorted(planted)
+    assert found.certificate.verdict == "explained"

@@ -122,7 +122,7 @@ def test_no_gathered_weights_outlive_a_search_that_fails_late(monkeypatch):
 
 def test_a_culprit_without_a_backward_of_its_own_is_subtracted_all_the_same():
     made, _ = a_step({(3, 2): 300.0})
-    ((culprit,),) = (candidate.tokens for candidate in find_by_coefficient(made, 1, set()))
+    ((culprit,),) = (candidate.tokens for candidate in find_by_coefficient(made, 1, (), made.culprit_norm))
     made.prober.space.clear()
     found = made.certify([culprit])
     made.prober.compute_without([culprit])
