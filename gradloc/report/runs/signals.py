@@ -189,37 +189,14 @@ def _repeats(title: str, begin: str) -> str:
 def _skipped(run: LoggedRun) -> Sign | None:
     """Find steps that the trainer reports as skipped; without a kind where they are few, and no fault."""
     skips = _skips_of(run)
+    known = [skip for skip in skips if skip.step is not None and not skip.is_end]
+    first, last = (known[0].step, known[-1].step) if known else (None, None)
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    where = f", {'after' if known[0].is_after else 'at'} {steps}" if known else ""
+    if overflows := [skip for skip in skips if skip.is_overflow]:
+        return _overflowed(run, overflows, where, first, last)
     if not skips:
         return None
-    overflows = [skip for skip in skips if skip.is_overflow]
-    known = [skip for skip in skips if skip.step is not None and not skip.is_end]
-    where = ""
-    if known:
-        first, last = known[0].step, known[-1].step
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        where = f", {'after' if known[0].is_after else 'at'} {steps}"
-    first = known[0].step if known else None
-    if overflows:
-        scales = [scale for skip in overflows for scale in (skip.before, skip.scale) if scale is not None]
-        fell = f"; the loss scale went from {number(scales[0])} to {number(scales[-1])}" if len(scales) > 1 else ""
-        is_end = any(skip.is_end for skip in overflows)
-        count = sum(not skip.is_end for skip in overflows)
-        end = ", and can fall no further: the run ends there" if is_end else ""
-        sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
-        if not count:
-            sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
-        has_rows = bool(run.metrics.norms or loss_of(run.metrics)[1])
-        steps = run.metrics.steps
-        last = (known[-1].step if known else None) or steps[0]
-        # the scaler of a new run halves a scale that is far too large, once a step
-        is_search = begins(run) == "start" and count < steps[-1] and (first or 0) <= steps[0] and scales[-1:] > [100]
-        is_over = not is_end and (count < 3 or has_rows and (is_search or steps[-1] - last >= 10 * count))
-        if is_over:
-            advice = "A few are normal while the scaler finds its scale."
-        else:
-            advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
-        is_fault = not is_over or not has_rows
-        return Sign("skipped" if is_fault else "", sentence, advice, first)
     at = {skip.step for skip in known}
     norms = [norm for step, norm in run.metrics.known(run.metrics.norm or "") if step in at]
     span = f", at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
@@ -228,15 +205,35 @@ def _skipped(run: LoggedRun) -> Sign | None:
         sentence = f"{sentence[:-1]}, because the norm was not finite."
         advice = "Nothing is learned in such a step. If they go on, look at their batches, and train in bf16, not fp16."
         return Sign("skipped", sentence, advice, first)
-    is_all = len({skip.step for skip in known}) >= len(run.metrics.steps) > 1
-    is_rare = not is_all and len(skips) < 3 and (run.metrics.norms or loss_of(run.metrics)[1])
-    advice = (
-        "A skipped step leaves the weights as they are, so the next is skipped as well: raise the trainer's limit on "
-        "the norm above these norms, or go back to before the first."
-        if is_all
-        else "Compare the trainer's limit on the norm with the norms of these steps."
-    )
-    return Sign("" if is_rare else "skipped", sentence, "" if is_rare else advice, first)
+    if len(at) >= len(run.metrics.steps) > 1:
+        advice = (
+            "A skipped step leaves the weights as they are, so the next is skipped as well: raise the trainer's limit "
+            "on the norm above these norms, or go back to before the first."
+        )
+        return Sign("skipped", sentence, advice, first)
+    if len(skips) < 3 and (run.metrics.norms or loss_of(run.metrics)[1]):
+        return Sign("", sentence, "", first)
+    return Sign("skipped", sentence, "Compare the trainer's limit on the norm with the norms of these steps.", first)
+
+
+def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | None, last: int | None) -> Sign:
+    """Tell overflows of fp16 that are a fault from its scaler's search for a scale."""
+    scales = [scale for skip in skips for scale in (skip.before, skip.scale) if scale is not None]
+    count, steps = sum(not skip.is_end for skip in skips), run.metrics.steps
+    is_end = count < len(skips)
+    has_rows = bool(run.metrics.norms or loss_of(run.metrics)[1])
+    fell = f"; the loss scale went from {number(scales[0])} to {number(scales[-1])}" if len(scales) > 1 else ""
+    end = ", and can fall no further: the run ends there" if is_end else ""
+    sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
+    if not count:
+        sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
+    # the scaler of a new run halves a scale that is far too large, once a step
+    is_search = begins(run) == "start" and count < steps[-1] and (first or 0) <= steps[0] and scales[-1:] > [100]
+    is_over = not is_end and (count < 3 or has_rows and (is_search or steps[-1] - (last or steps[0]) >= 10 * count))
+    advice = "A few are normal while the scaler finds its scale."
+    if not is_over:
+        advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
+    return Sign("" if is_over and has_rows else "skipped", sentence, advice, first)
 
 
 def _skips_of(run: LoggedRun) -> list[Skip]:
@@ -295,29 +292,8 @@ def _collapse(metrics: Metrics) -> Sign | None:
     for title, names, *_ in EFFECTS:
         name = next((name for name in names if len(metrics.known(name)) >= 2 * _AROUND), "")
         known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []
-        values = [value for _, value in known]
-        places = sorted(range(_AROUND, len(values) - 3), key=lambda at: -abs(values[at] - values[at - 1]))[:_JUMPS]
-        best: tuple[float, int, float, float] | None = None
-        for at in places:
-            before, after = values[max(at - 20, 0) : at], values[at : at + 20]
-            was, now, end = median(before), median(after), median(values[-_AROUND:])
-            scatter = 4 * median(abs(value - was) for value in before)
-            lowest, highest = _bounds(title, was)
-            is_fall = max(now, end) < lowest and was - now > scatter
-            is_rise = min(now, end) > highest and now - was > scatter
-            at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
-            if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
-                best = abs(now - was), at, was, now
-        if best is not None:
-            _, at, was, now = best
-            lowest, highest = _bounds(title, was)
-            is_away = [not lowest <= value <= highest for value in values]
-            while at < len(values) - 1 and not is_away[at]:
-                at += 1
-            scatter = 4 * median(abs(value - was) for value in values[max(at - 20, 0) : at])
-            # the largest change need not be at the first such value
-            while at > _AROUND and (is_away[at - 1] or (values[at - 1] - was) * (now - was) > scatter * abs(now - was)):
-                at -= 1
+        if change := _lasting_change(title, [value for _, value in known]):
+            at, was, now = change
             found.append((known[at][0], known[at - 1][0], title, metrics.own(name), was, now))
     if not found:
         return _parted(metrics) or _drift(metrics)
@@ -328,6 +304,34 @@ def _collapse(metrics: Metrics) -> Sign | None:
     verb = "fell" if now < was else "rose"
     sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
+
+
+def _lasting_change(title: str, values: Sequence[float]) -> tuple[int, float, float] | None:
+    """Return the place of an effect's largest change for good, and its medians before and after; None without one."""
+    best: tuple[float, int, float, float] | None = None
+    jumps = sorted(range(_AROUND, len(values) - 3), key=lambda at: -abs(values[at] - values[at - 1]))
+    for at in jumps[:_JUMPS]:
+        before, after = values[max(at - 20, 0) : at], values[at : at + 20]
+        was, now, end = median(before), median(after), median(values[-_AROUND:])
+        scatter = 4 * median(abs(value - was) for value in before)
+        lowest, highest = _bounds(title, was)
+        is_fall = max(now, end) < lowest and was - now > scatter
+        is_rise = min(now, end) > highest and now - was > scatter
+        at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
+        if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
+            best = abs(now - was), at, was, now
+    if best is None:
+        return None
+    _, at, was, now = best
+    lowest, highest = _bounds(title, was)
+    is_away = [not lowest <= value <= highest for value in values]
+    while at < len(values) - 1 and not is_away[at]:
+        at += 1
+    scatter = 4 * median(abs(value - was) for value in values[max(at - 20, 0) : at])
+    # the largest change need not be at the first such value
+    while at > _AROUND and (is_away[at - 1] or (values[at - 1] - was) * (now - was) > scatter * abs(now - was)):
+        at -= 1
+    return at, was, now
 
 
 def _loss_spike(metrics: Metrics) -> Sign | None:
