@@ -91,3 +91,11 @@ def num_differentiable(output: Any) -> int:
 def replace_hidden(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:
     """Return a body's output with h replaced: in last_hidden_state, and last in hidden_states."""
     return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
+
+
+def is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Return whether ``given`` holds rows of the hidden state itself, such as a slice of its positions."""
+    if given is hidden:
+        return True
+    is_same = given.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr()
+    return is_same and given.shape[-1:] == hidden.shape[-1:] and hidden.is_contiguous() and given.stride(-1) == 1

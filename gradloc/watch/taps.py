@@ -48,17 +48,10 @@ from .head import typical_size
 from .hooks import Hook, call_hook
 from .methods import make_hookable
 from .models import find_body_and_head, innermost, trained_parts
-from .outputs import has_rows_mixed, hook_parts, tensors_in, wide, with_aliases
-from .paths import (
-    has_channels_first,
-    hidden_in,
-    last_hidden,
-    last_part,
-    num_differentiable,
-    replace_hidden,
-    side_outputs,
-)
+from .outputs import hook_parts, tensors_in, wide, with_aliases
+from .paths import hidden_in, is_view, replace_hidden, side_outputs
 from .scalars import Scalars, scalar_attributes
+from .unknown import Choice, UnknownModel
 
 _NUM_SAMPLED = 64  # positions
 _MOST_OUTPUTS = 16  # tensors of a model's output that are asked where they come from
@@ -130,9 +123,9 @@ class ModelTap:
         self._declared_head: Any = head
         self.is_at_head = self.body is None
         self.heads: list[torch.nn.Module] = []
-        self._is_searching = self.body is None
+        self._unknown = UnknownModel(model) if self.body is None else None
+        """What h is chosen from; None once it is."""
         self._is_by_row = False
-        """Whether h is a picture or a video, (B, C, ..., W), of which a row is one position."""
         self._side_outputs: list[int] | None = None
         """Which tensors of the model's output do not come from h alone; None before the first forward."""
         self._scalars = Scalars()
@@ -142,11 +135,8 @@ class ModelTap:
         """Whether the loss used one of these since h was chosen."""
         self._joined: list[int] = []
         """The outputs that are h together; empty where h is one tensor."""
-        self._linear_calls: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self._uncalled: list[torch.nn.Linear] = []
         """Linear layers that an unknown model's first forward did not call, where its output is h."""
-        self._part_calls: list[tuple[torch.nn.Module, torch.Tensor]] | None = None
-        self._part_handles: list[Any] = []
         self._present: Forwarded | None = None
         self._hidden: torch.Tensor | None = None
         self._waiting: list[tuple[Forwarded, torch.Tensor]] = []
@@ -298,7 +288,8 @@ class ModelTap:
         self.num_seen += 1
         self.on_begin()
         self._present, self._hidden = Forwarded(module, args, kwargs, self), None
-        self._linear_calls.clear()
+        if self._unknown is not None:
+            self._unknown.linear_calls.clear()
 
     def _after_body(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         hidden = hidden_in(output)
@@ -324,11 +315,11 @@ class ModelTap:
             return None
         given = args[0]
         if self._present is not None and not self.is_again:
-            if self._is_searching:
+            if self._unknown is not None:
                 return None
             if self._hidden is None and not self.is_at_head and module is self._declared_head:
                 self.is_at_head, self.heads = True, [module]  # the model calls parts of its body, and not the body
-            if self._hidden is not None and not self.is_at_head and not _is_view(given, self._hidden):
+            if self._hidden is not None and not self.is_at_head and not is_view(given, self._hidden):
                 if self._may_be_hidden(module, given):
                     self.is_at_head, self.heads = True, [module]
                     self._unhook()
@@ -336,12 +327,12 @@ class ModelTap:
                 if self._present.shape is None:
                     self._hidden = given
                     self._hook(given)
-            if not self._is_measured and self._hidden is not None and _is_view(given, self._hidden):
+            if not self._is_measured and self._hidden is not None and is_view(given, self._hidden):
                 self._measure(module, given)  # where FSDP shards the head by itself, it is whole in its forward alone
         elif self.is_at_head and self.is_again and module in self.heads:
             if self._graph is None or self._graph.hidden is None:
                 return (self._pass_hidden(given), *args[1:])
-            if _is_view(given, self._graph.hidden):  # of a further head
+            if is_view(given, self._graph.hidden):  # of a further head
                 return (self._without_gradient(given), *args[1:])
         return None
 
@@ -350,16 +341,16 @@ class ModelTap:
             return None
         if self.is_again:
             if self._graph is not None and module in self.heads and self._graph.hidden is not None:
-                if self._graph.cut is not None and _is_view(args[0], self._graph.cut):
+                if self._graph.cut is not None and is_view(args[0], self._graph.cut):
                     self._graph.heads.append(output)
                     return _Cut.apply(output) if self._graph.is_cut_behind_heads else output
             return None
-        if self._present is not None and self._is_searching:
-            self._linear_calls.append((module, args[0], output))
+        if self._present is not None and self._unknown is not None:
+            self._unknown.linear_calls.append((module, args[0], output))
             return None
         present = [] if self._present is None or self._hidden is None else [(self._present, self._hidden)]
         for forwarded, hidden in present or self._waiting[::-1]:
-            if _is_view(args[0], hidden):
+            if is_view(args[0], hidden):
                 self._note_head(forwarded, hidden, module, args[0], output)
                 break
         return None
@@ -399,8 +390,8 @@ class ModelTap:
             return None
         if present is None or self.is_again or present.module is not module:
             return None
-        if self._is_searching:
-            self._settle_heads(module, output)
+        if self._unknown is not None:
+            self._choose_hidden(self._unknown, module, output)
         auxiliary, returned = auxiliary_loss(output), returned_log_probs(output)
         if auxiliary is not None and auxiliary.requires_grad and present.shape is not None:
             auxiliary.register_hook(partial(present.add, "model_auxiliary"))
@@ -457,7 +448,7 @@ class ModelTap:
         if not wide([self._used[place] for place in used]):
             return
         self.heads, self._declared_head, self.is_at_head = [], None, False
-        self._joined, self._is_by_row, self._is_searching = used, False, False
+        self._joined, self._is_by_row, self._unknown = used, False, None
         self.on_other_state()
         if self.body is not module:
             self.body = module
@@ -605,67 +596,48 @@ class ModelTap:
             rows = given.detach().reshape(-1, given.shape[-1])[:_NUM_SAMPLED]
             self.unit, self._is_measured = typical_size(rows, weight, getattr(head, "bias", None)), True
 
-    def _settle_heads(self, module: torch.nn.Module, output: Any) -> None:
-        """Choose h of an unknown model: the input of its last linear layer, the head, and of each with the same input.
-
-        Where a part of the output's gradient passes by each of these, as with a head that is no module of its own, h is
-        the model's output; where that has no positions, as of a model that returns its loss, the last module's output
-        that all but the head's gradient passes through.
-        """
-        calls, found = self._linear_calls, hidden_in(output)
-        has_graph = found is not None and found.requires_grad and not isinstance(self.outer, FSDP1 | FSDPModule)
-        hidden = last_hidden(found, calls) if found is not None and has_graph else None
-        if hidden is not None and found is not None and num_differentiable(output) == 1:
-            is_bare = any(_is_view(found, logits) for _, _, logits in calls)
-            hidden = None if not is_bare and has_rows_mixed(found, hidden) else hidden
-        if hidden is None and found is not None and has_graph and found.dim() > 1 and num_differentiable(output) == 1:
-            self.body, self.is_at_head, self._is_searching = module, False, False
-            self._hidden, self._is_by_row = found, found.dim() > 3 or has_channels_first(found)
-            linear = (part for part in innermost(self.outer).modules() if isinstance(part, torch.nn.Linear))
-            self._uncalled = [part for part in linear if all(part is not called for called, *_ in calls)]
-            self._hook(found)
-            after = Hook(self, "_after_body")
-            self._add_handle(self.body.register_forward_hook(after, with_kwargs=True, prepend=True))
-        elif hidden is None and found is not None and has_graph and self._part_calls is None:
-            self._listen_to_parts(module)
-        elif hidden is None and found is not None and (part := last_part(found, self._part_calls or ())) is not None:
-            self._take_part(*part)
-        elif hidden is None and has_graph and num_differentiable(output) > 1:  # h is what the loss uses of these
+    def _choose_hidden(self, unknown: UnknownModel, module: torch.nn.Module, output: Any) -> None:
+        """Choose h after a forward of an unknown model; the next one shows more where this one does not."""
+        choice = unknown.choose(module, output)
+        if choice is None and unknown.part_calls is not None and not unknown.handles:
+            parts = (part for part in module.modules() if part is not module)
+            unknown.handles = [part.register_forward_hook(Hook(self, "_after_part")) for part in parts]
+        elif choice is not None and choice.hidden is None:
             sizes = [leaf.dim() for leaf in tensors_in(output)[:_MOST_OUTPUTS]]
             self._side_outputs = [*range(len(sizes))]
             self._scalars.places = [place for place, size in enumerate(sizes) if not size]
-        elif calls:
-            self._hidden, self._is_searching = calls[-1][1] if hidden is None else hidden, False
-            self._hook(self._hidden)
-            for head, given, logits in calls:
-                if self._present is not None and _is_view(given, self._hidden):
-                    self._note_head(self._present, self._hidden, head, given, logits)
-        self._linear_calls.clear()
-        if not self._is_searching:
-            self._part_calls = None
-            for handle in self._part_handles:
+        elif choice is not None:
+            self._take(choice, unknown)
+            for handle in unknown.handles:
                 handle.remove()
+        unknown.linear_calls.clear()
 
-    def _listen_to_parts(self, outer: torch.nn.Module) -> None:
-        """Note the outputs of all modules in the next forward: this model calls no head, and returns no positions."""
-        self._part_calls = []
-        for part in outer.modules():
-            if part is not outer:
-                self._part_handles.append(part.register_forward_hook(Hook(self, "_after_part")))
+    def _take(self, choice: Choice, unknown: UnknownModel) -> None:
+        """Take the chosen tensor for h, now and in later forwards."""
+        assert choice.hidden is not None
+        self._hidden, self._is_by_row, self._unknown = choice.hidden, choice.is_by_row, None
+        self._hook(choice.hidden)
+        if choice.module is not None:
+            self.body, self.is_at_head = choice.module, False
+            after = Hook(self, "_after_body")
+            is_outer = choice.module in self._attached  # whose own hook comes behind
+            self._add_handle(choice.module.register_forward_hook(after, with_kwargs=True, prepend=is_outer))
+        if choice.weight is not None:
+            self._declared_head = torch.nn.Linear(1, 1, bias=False, device="meta")
+            self._declared_head.weight = choice.weight
+        elif choice.module is not None:
+            self._uncalled = unknown.uncalled
+        else:
+            for head, given, logits in unknown.linear_calls:
+                if self._present is not None and is_view(given, choice.hidden):
+                    self._note_head(self._present, choice.hidden, head, given, logits)
 
     def _after_part(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         hidden = hidden_in(output)
-        if self._present is not None and self._part_calls is not None and hidden is not None and hidden.requires_grad:
-            self._part_calls.append((module, hidden))
-
-    def _take_part(self, module: torch.nn.Module, hidden: torch.Tensor, weight: torch.nn.Parameter) -> None:
-        """Take a module's output for h, and this matrix for the head's weight."""
-        self.body, self.is_at_head, self._is_searching = module, False, False
-        self._declared_head = torch.nn.Linear(1, 1, bias=False, device="meta")
-        self._declared_head.weight = weight
-        self._add_handle(module.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True))
-        self._hidden = hidden
-        self._hook(hidden)
+        if self._present is None or self._unknown is None or hidden is None or not hidden.requires_grad:
+            return
+        if self._unknown.part_calls is not None:
+            self._unknown.part_calls.append((module, hidden))
 
 
 def _zero_outside(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -674,10 +646,3 @@ def _zero_outside(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
-    if given is hidden:
-        return True
-    is_same = given.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr()
-    return is_same and given.shape[-1:] == hidden.shape[-1:] and hidden.is_contiguous() and given.stride(-1) == 1
