@@ -9,6 +9,8 @@ from pathlib import Path
 from gradloc.explain.advice import actions_of
 from gradloc.report.logs.recording import MEAN, Recording
 from gradloc.report.logs.segments import runs_of
+from gradloc.report.runs.health import judge
+from gradloc.report.runs.run import read_run
 from lab.benchmarks.lead import HORIZON, lead, main
 
 SERIES = Path(__file__).resolve().parents[2] / "docs" / "series"
@@ -55,3 +57,9 @@ def test_what_a_run_has_already_is_left_out():
     settings = {"actor_rollout_ref.actor.optim.lr": 2e-7, "actor_rollout_ref.actor.use_kl_loss": True}
     told = [line for _, line in actions_of(["smaller_steps", "use_kl", "keep_rollouts"], "verl 0.9.1", settings)]
     assert told == ["actor_rollout_ref.actor.optim.lr=1e-07", "trainer.rollout_data_dir=rollouts"]
+
+
+def test_a_run_with_events_is_not_advised_to_turn_gradloc_on():
+    folder = read_run(Path("examples/demo"))
+    reason = judge(folder.runs[0].parts).findings[0].worst
+    assert folder.advice(reason) and not any("spike_detection" in line for _, line in folder.advice(reason))

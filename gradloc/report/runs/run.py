@@ -80,9 +80,9 @@ class RunFolder:
     def advice(self, reason: Reason) -> list[tuple[str, str]]:
         """Return the advice for a reason of the health rules as pairs of a sentence and a line.
 
-        A supervised run gets no advice on rollouts, rewards and a KL.
+        A supervised run gets no advice on rollouts, rewards and a KL; one with events has no GradLoc to turn on.
         """
-        names = ADVICE[reason.name]
+        names = tuple(name for name in ADVICE[reason.name] if name != "localize" or not self.events.rows)
         if not is_supervised(self.metrics):
             return actions_of(names, self.trainer, self.settings)
         found = actions_of(supervised(names), self.trainer, self.settings)
