@@ -168,7 +168,8 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         if recordings:
             return recordings
         notes += source.notes
-    what = _what_it_is(first)
+    unknown = "is no text, and no tracker's file that is known" if first.coding is None else ""
+    what = next((what for begins, what in _KINDS if re.match(begins, first.head[:4096], re.M | re.I)), unknown)
     what = f"; it {what}" if what else ""
     refusal = (
         f"{name} has no metrics that can be read{what}. What can be read: {KNOWN}; lines of another form by "
@@ -190,15 +191,7 @@ _KINDS = (
     (rb"#!.*\b(?:ba|z)?sh\b", "is a shell script, not what it printed"),
     (rb"(?s).*?^(?:import|from) \w+|.*?^def \w+\(", "is Python code, not what it printed"),
 )
-"""A file's first bytes, and what they identify."""
-
-
-def _what_it_is(source: Source) -> str:
-    """Describe a file that is not a log; empty where its kind is not known."""
-    found = next((what for begins, what in _KINDS if re.match(begins, source.head[:4096], re.M | re.I)), "")
-    if not found and source.coding is None:
-        return "is no text, and no tracker's file that is known"
-    return found
+"""The first bytes of files that are no logs, and what they identify."""
 
 
 def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
