@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradloc.report.logs.recording import build
-from gradloc.report.runs.health import judge, ranges
+from gradloc.report.runs.health import judge
 from gradloc.report.runs.run import read_run
 from tests.health.histories import healthy
 from tests.report.builder import make_event, write_run
@@ -151,10 +151,6 @@ def test_spans_cover_every_step_once_and_keep_the_worst():
     assert few[0].first == 1 and few[-1].last == 300
     assert all(a.last + 1 == b.first for a, b in zip(few, few[1:], strict=False))
     assert exact[1].note == "Steps 50-52: danger. policy_kl: actor/ppo_kl is 5 (limit 1)."
-
-
-def test_ranges_name_the_first_and_count_the_rest():
-    assert ranges((1, 2, 3, 7, 9, 11, 13, 20, 21)) == "1-3, 7, 9, 11, 13 and 2 more"
 
 
 @pytest.fixture

@@ -196,8 +196,8 @@ def _differences(metrics: Metrics, verdicts: list[Judgement]) -> list[str]:
 def ranges(steps: Sequence[int], most: int = 5) -> str:
     """Write steps as ranges.
 
-    >>> ranges((5, 8, 9, 10)), ranges(())
-    ('5, 8-10', '')
+    >>> ranges((5, 8, 9, 10)), ranges(()), ranges((1, 3, 5, 7, 9, 11, 12))
+    ('5, 8-10', '', '1, 3, 5, 7, 9 and 2 more')
     """
     runs = [[step for _, step in run] for _, run in groupby(enumerate(steps), lambda at: at[1] - at[0])]
     shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:most]]

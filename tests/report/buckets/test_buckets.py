@@ -17,12 +17,6 @@ from tests.report.builder import make_metrics, write_run
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(autouse=True)
-def small_figures(monkeypatch):
-    """Drawing is most of the time here; files are written at a fourth of the resolution."""
-    monkeypatch.setattr(buckets, "DPI", 40)
-
-
 NAMES = ["summary", "plots", "loss_plots", "reward_std", "normed_grads"]
 
 

@@ -7,16 +7,9 @@ import pytest
 
 from gradloc.record import analysis
 from gradloc.record.store import plain
-from gradloc.report.commands import buckets
 from tests.world.events import validate
 
 pytestmark = pytest.mark.full
-
-
-@pytest.fixture(autouse=True)
-def small_figures(monkeypatch):
-    """Drawing is most of the time here; files are written at a fourth of the resolution."""
-    monkeypatch.setattr(buckets, "DPI", 40)
 
 
 def change(scale):
