@@ -175,9 +175,11 @@ class Forwarded:
 
     @property
     def positions(self) -> tuple[int, int]:
-        """B and T: a vector for each row counts as one position, and a grid of vectors as a sequence."""
+        """B and T: a vector for each row counts as one position, a grid of vectors as a sequence, and a vector without
+        rows as one row."""
         assert self.shape is not None
-        return (self.shape[0], 1 if self.is_by_row else math.prod(self.shape[1:-1]))
+        num_rows = self.shape[0] if len(self.shape) > 1 else 1
+        return (num_rows, 1 if self.is_by_row else math.prod(self.shape[1:-1]))
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """Add what a backward left to an attribute; another backward may have come through the same forward."""

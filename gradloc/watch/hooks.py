@@ -40,7 +40,7 @@ def _is_one_graph() -> bool:
 def call_hook(hook: Hook, *given: Any) -> Any:
     """Call the hook. In training its errors do not reach the loop."""
     tap = hook.tap
-    if tap.has_failed:
+    if tap.has_failed or torch._C._functorch.maybe_current_level() is not None:  # torch.func's tensors have no storage
         return None
     try:
         return getattr(tap, hook.name)(*hook.given, *given)

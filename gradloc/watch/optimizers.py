@@ -22,6 +22,12 @@ def plain_optimizer(optimizer: Any) -> Any:
     return found
 
 
+def share_parameter(one: Any, other: Any) -> bool:
+    """Return whether both optimizers have a parameter, as one that was made in place of the other does."""
+    ours, theirs = ({id(param) for group in each.param_groups for param in group["params"]} for each in (one, other))
+    return not ours.isdisjoint(theirs)
+
+
 def call_after_zero_grad(optimizer: Any, then: Callable[[], None]) -> None:
     """Call the function after each ``zero_grad`` of this optimizer."""
     zero_grad = optimizer.zero_grad

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -47,7 +47,7 @@ from .counts import StepCounts
 from .curve import Curve
 from .models import innermost, sparse_embedding
 from .notes import Notes
-from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer
+from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer, share_parameter
 from .replay import hold_against, versions
 from .rows import view_of, view_of_summaries
 from .tap_step import TapStep
@@ -125,6 +125,8 @@ class Watch(Notes):
         """Metrics of the last step by name, for any tracker; on the first process."""
         self.number = 0
         """The number of optimizer steps so far, or the trainer's own."""
+        self._last_optimizer: Callable[[], Any] = lambda: None
+        """The one that took the last step, weakly."""
         self._num_steps = self._num_looks = 0
         self._withheld = Withheld()
         self._has_looked = False
@@ -502,8 +504,11 @@ class Watch(Notes):
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
 
     def follow(self, optimizer: Any) -> None:
-        """Take this optimizer for the model's, where none was known."""
-        if self.optimizer is None:
+        """Take this optimizer for the model's where none was known, or where it took two steps in the place of the known one."""
+        is_another = self.optimizer is not None and optimizer is not self.optimizer
+        takes_place = is_another and self._last_optimizer() is optimizer and share_parameter(optimizer, self.optimizer)
+        self._last_optimizer = weakref.ref(optimizer)
+        if self.optimizer is None or takes_place:
             self.optimizer = plain_optimizer(optimizer)
             self._listen_to_zero_grad()
 
@@ -609,7 +614,10 @@ class Watch(Notes):
             self._tell_once(self._why_nothing())
 
     def _why_nothing(self) -> str:
-        why = "the model's forward was not called with gradients; pass the model that the loop calls"
+        why = (
+            "the model's forward was not called with gradients, or by torch.func's transforms alone; pass the model "
+            "that the loop calls"
+        )
         if self.tap.num_seen:
             why = (
                 "no gradient came back to a last hidden state; name the module that it is the output of, as "

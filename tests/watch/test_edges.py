@@ -306,3 +306,83 @@ def test_ctrl_c_inside_of_a_search_leaves_the_gradient_whole(at, tmp_path, monke
     monkeypatch.undo()
     assert torch.autograd.backward is real
     made.run(steps=1)  # and goes on
+
+
+# ---- models that are called in another way
+
+
+def run_small(tmp_path, model, loss_of, optimizer=None, steps=3):
+    """Train a small model under a watch, and return the watch. ``loss_of`` is called with the step's number, from 1."""
+    torch.manual_seed(3)
+    watch = gradloc.Watch(model, optimizer, tmp_path, **TAU)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
+    for number in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss_of(number).backward()
+        optimizer.step()
+    return watch
+
+
+def small():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+
+
+def test_a_forward_of_torch_func_s_transforms_is_not_followed_and_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("gradloc.watch.watch._EARLY", 3)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = gradloc.Watch(model, optimizer, tmp_path)
+
+    def loss(params, x):
+        return torch.func.functional_call(model, params, (x[None],)).square().sum()
+
+    for _ in range(3):
+        params = {name: param.detach() for name, param in model.named_parameters()}
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, torch.ones(4, 6))
+        for name, param in model.named_parameters():
+            param.grad = each[name].mean(0)
+        optimizer.step()
+    (said,) = [line.getMessage() for line in caplog.records if line.name.startswith("gradloc")]
+    assert "nothing could be watched in 3 optimizer steps" in said and "torch.func" in said
+    assert watch.tap.num_seen == 0
+
+
+def test_a_policy_that_is_called_with_one_state_at_a_time(tmp_path):
+    model = small()
+
+    def loss_of(number):
+        returns = torch.ones(5)
+        if number == 3:
+            returns[2] = 1e5
+        log_probs = [model(torch.randn(6)).log_softmax(-1)[1] for _ in range(5)]
+        return -(torch.stack(log_probs) * returns).sum()
+
+    run_small(tmp_path, model, loss_of)
+    (event,) = events_in(tmp_path)
+    assert [(each["row"], each["positions"]) for each in event["culprits"]] == [(2, [0])]
+    assert event["certificate"]["verdict"] == "explained"
+
+
+def test_an_optimizer_that_is_made_anew_is_followed_and_one_of_other_parameters_is_not(tmp_path):
+    model = small()
+    first = torch.optim.AdamW(model[0].parameters(), lr=1e-3)
+    second = torch.optim.AdamW(model[2].parameters(), lr=1e-3)
+    watch = gradloc.Watch(model, first, tmp_path)
+
+    def step(*optimizers):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for _ in range(3):
+        step(first, second)
+    step(second)
+    step(second)
+    assert watch.optimizer is first
+    anew = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        step(anew)
+    assert watch.optimizer is anew and watch.localizer.updates.optimizer is anew
