@@ -504,7 +504,7 @@ class Watch(Notes):
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
 
     def follow(self, optimizer: Any) -> None:
-        """Take this optimizer for the model's where none was known, or where it took two steps in the place of the known one."""
+        """Take this optimizer for the model's where none was known, or where it takes the known one's place."""
         is_another = self.optimizer is not None and optimizer is not self.optimizer
         takes_place = is_another and self._last_optimizer() is optimizer and share_parameter(optimizer, self.optimizer)
         self._last_optimizer = weakref.ref(optimizer)
