@@ -77,6 +77,10 @@ class ClipTap:
         self.replaced: torch.Tensor | None = None
         """Squared norms of the parameters' gradients after the backward, float64 (num_params,), where the loop's own
         code shrank the step's as no clip by norm does, and far more than usual; else None."""
+        self.is_written: bool | None = None
+        """Whether more than clips wrote to the gradient after the last backward, as far as torch counts writes; None
+        where they are not followed."""
+        self._followed: tuple[Sequence[torch.nn.Parameter], list[Any]] = ((), [])
         _install()
         _taps.add(self)
 
@@ -87,6 +91,17 @@ class ClipTap:
         """Note the norm that a clip would begin with, where the loop's clips cannot be seen."""
         if not self._sees_all:
             self._raw = _squares(space)
+
+    def follow_writes(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Begin to follow writes to these parameters' gradients, after a backward."""
+        self.is_written, self._followed = False, (params, _writes_to(params))
+
+    def note_writes(self, is_own: bool = False) -> None:
+        """Note whether the gradients were written to since the last call; ``is_own``: by a clip, which is known."""
+        params, before = self._followed
+        self._followed = params, _writes_to(params)
+        if self.is_written is False and not is_own:
+            self.is_written = self._followed[1] != before
 
     def take_engine(self, limit: float) -> None:
         """Take the step for one that its engine clips to this limit, behind our look."""
@@ -99,6 +114,7 @@ class ClipTap:
             space: the trained parameters.
             given: the norm where no clip was seen, if it is known.
         """
+        self.note_writes()
         self.calls, self.pending, raw, self._raw, self.replaced = self.pending, [], self._raw, None, None
         if given is not None and not self.calls:
             return given
@@ -170,6 +186,11 @@ class ClipTap:
         return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().float()
 
 
+def _writes_to(params: Sequence[torch.nn.Parameter]) -> list[Any]:
+    """Return which tensors are in ``.grad``, and how often each was written to."""
+    return [(id(param.grad), None if param.grad is None else param.grad._version) for param in params]
+
+
 def _squares(space: GradientSpace) -> torch.Tensor | None:
     """Return the squared norm of each parameter's gradient on this process, float64 (num_params,); None without any."""
     grads = [None if grad is None else local_shard(grad) for grad in space.counted(space.current())]
@@ -185,7 +206,16 @@ def _note(params: Iterable[Any], make: Callable[[list[Any]], Clip]) -> None:
     for tap in list(_taps):
         own = [] if tap.is_off else [param for param in params if tap.owns(param)]
         if own:
+            tap.note_writes()
             tap.pending.append(make(own))
+
+
+def _settle(clipped: Any) -> Any:
+    """Return what a clip returned, after it wrote to gradients."""
+    for tap in list(_taps):
+        if not tap.is_off and tap.pending:
+            tap.note_writes(is_own=True)
+    return clipped
 
 
 def _listed(parameters: Any) -> list[Any]:
@@ -222,7 +252,7 @@ def _install() -> None:
             return Clip(own, float(max_norm), size, again)
 
         _note(listed, made)
-        return scale(listed, max_norm, norm, *args, **given)
+        return _settle(scale(listed, max_norm, norm, *args, **given))
 
     @wraps(by_value)
     def seen_by_value(parameters: Any, clip_value: float, *args: Any, **given: Any) -> Any:
@@ -237,7 +267,7 @@ def _install() -> None:
             return Clip(own, float(clip_value), total_norm([param.grad for param in own]), again, is_by_value=True)
 
         _note(listed, made)
-        return by_value(listed, clip_value, *args, **given)
+        return _settle(by_value(listed, clip_value, *args, **given))
 
     for place in (clip_grad, torch.nn.utils):
         for ours in (seen_total_norm, seen_scale, seen_by_value):

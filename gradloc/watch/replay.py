@@ -71,7 +71,7 @@ def hold_against(
     step.apart = math.sqrt(float((off / factors**2).sum()))
     if not apart <= SAME.get(step.dtype, SAME[torch.float32]):
         is_spike = not step.apart <= threshold
-        _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike)
+        _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike, tap.is_written)
     if tap.replaced is not None:
         scale = tap.usual_ratio or 1.0
         step.backward_factor, step.apart = step.backward_factor * scale, step.apart * scale
@@ -186,11 +186,13 @@ def _object(
     outside: list[int],
     apart: float,
     is_spike: bool,
+    is_written: bool | None,
 ) -> None:
     """Set the step's objection and its fault, or its obstacle, where the gradients differ.
 
     The gradient was changed after the backward where that of a few parameters differs, and each has one that was run
-    again: a part of the loss that passes by the last hidden state has parameters of its own.
+    again: a part of the loss that passes by the last hidden state has parameters of its own. Where torch counted no
+    write to it, that stays undecided: a balancing loss that the forward leaves in a list elsewhere reaches those, too.
     """
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
     names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
@@ -219,6 +221,11 @@ def _object(
     elif passed_by:
         at = "undecided"
         why = f"the loss also uses {passed_by}, which no head of that state has: name another state, as hidden=..."
+    elif not step.ranks.max([float(is_written is not False)])[0]:
+        at = "undecided"
+        why = (
+            "nothing was seen to write to it after the backward, so a part of the loss passes by, or a hook changed it"
+        )
     step.objection = f"{what}; {why}"
     evidence: dict[str, float | None] = {"difference": apart, "factor": float(ratios[order[0]]) if order else None}
     cause = "gradient_changed" if at == "after_backward" else None

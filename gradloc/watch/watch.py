@@ -579,6 +579,7 @@ class Watch(Notes):
             self.clips.after_backward(self.space)
         if not isinstance(self.tap.outer, FSDP1 | FSDPModule):
             self.step.weights_at = versions(self.space.params)
+            self.clips.follow_writes(self.space.params)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look into a step before the optimizer takes it; in a step with a closure, after the closure."""

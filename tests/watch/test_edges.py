@@ -386,3 +386,48 @@ def test_an_optimizer_that_is_made_anew_is_followed_and_one_of_other_parameters_
     for _ in range(3):
         step(anew)
     assert watch.optimizer is anew and watch.localizer.updates.optimizer is anew
+
+
+_BALANCE: list[torch.Tensor] = []
+
+
+class Routed(torch.nn.Module):
+    """Leaves a balancing loss in a list outside of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate, self.last = (torch.nn.Linear(6, width) for width in (6, 2, 3))
+        self.further = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        gates = self.gate(h).softmax(-1)
+        _BALANCE.append(gates.mean(0).square().sum())
+        h = h * gates[:, :1]
+        for part in self.further:
+            h = h + part(h).tanh()
+        return self.last(h)
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_a_part_of_the_loss_that_no_tap_sees_is_no_gradient_that_was_changed(tmp_path, is_clipped):
+    torch.manual_seed(7)
+    model = Routed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    gradloc.Watch(model, optimizer, tmp_path, **TAU)
+    for number in range(1, 5):
+        _BALANCE.clear()
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 6)).square().mean() + (1e7 if number == 3 else 1e-3) * sum(_BALANCE)
+        loss.backward()
+        if number == 4:
+            model.first.weight.grad.mul_(1e6)
+        if is_clipped:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            optimizer.param_groups[0]["lr"] = 1e-9
+        optimizer.step()
+    passed_by, changed = events_in(tmp_path)
+    assert passed_by["fault"]["at"] == "undecided" and passed_by["culprits"] == []
+    assert "a part of the loss passes by" in passed_by["fault"]["reason"]
+    assert changed["fault"]["at"] == "after_backward" and changed["fault"]["parameters"] == ["first.weight"]
