@@ -112,6 +112,8 @@ class Forwarded:
         """Whether a backward came to an output of the model that does not come from the hidden state alone."""
         self.is_done = False
         """Whether a backward came to its hidden state."""
+        self.is_counted = False
+        """Whether such a backward left a gradient in the model's parameters."""
         self.recorded: Recorded | None = None
         """The record of the log-probs that the model returned and their derivatives; None where it returned none."""
         self.pull: torch.Tensor | None = None
@@ -181,6 +183,13 @@ class Forwarded:
         num_rows = self.shape[0] if len(self.shape) > 1 else 1
         return (num_rows, 1 if self.is_by_row else math.prod(self.shape[1:-1]))
 
+    def drop_backward(self) -> None:
+        """Forget what backwards left."""
+        self.is_done = self.is_passed_by = False
+        self.pull = self.norms = self.coefficient = self.model_auxiliary = self.declared_auxiliary = None
+        for call in self.head_calls:
+            call.pull = None
+
     def add(self, name: str, grad: torch.Tensor) -> None:
         """Add what a backward left to an attribute; another backward may have come through the same forward."""
         before, grad = getattr(self, name), detached(grad)
@@ -196,6 +205,21 @@ def _without_graph(leaf: Any) -> Any:
 def detached(grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient without a graph, which it has in a double backward."""
     return grad.detach() if grad.requires_grad else grad
+
+
+def count_backward(done: list[Forwarded], has_gradient: bool) -> bool:
+    """Count the backward that just ended, or drop it where it is no part of the step, and return whether it is one.
+
+    Args:
+        done: forwards whose hidden state it, or an earlier one, came to.
+        has_gradient: whether it left a gradient in the model's parameters: ``torch.autograd.grad`` does not, as for a
+            gradient penalty.
+    """
+    for each in done:
+        if not has_gradient and not each.is_counted and each.recorded is None:
+            each.drop_backward()
+        each.is_counted = each.is_counted or has_gradient
+    return has_gradient
 
 
 class Graph:

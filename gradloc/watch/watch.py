@@ -45,6 +45,7 @@ from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .counts import StepCounts
 from .curve import Curve
+from .forwarded import count_backward
 from .models import innermost, sparse_embedding
 from .notes import Notes
 from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer, share_parameter
@@ -125,8 +126,7 @@ class Watch(Notes):
         """Metrics of the last step by name, for any tracker; on the first process."""
         self.number = 0
         """The number of optimizer steps so far, or the trainer's own."""
-        self._last_optimizer: Callable[[], Any] = lambda: None
-        """The one that took the last step, weakly."""
+        self._last_optimizer: Callable[[], Any] = lambda: None  # that took a step, weakly
         self._num_steps = self._num_looks = 0
         self._withheld = Withheld()
         self._has_looked = False
@@ -505,11 +505,10 @@ class Watch(Notes):
 
     def follow(self, optimizer: Any) -> None:
         """Take this optimizer for the model's where none was known, or where it takes the known one's place."""
-        is_another = self.optimizer is not None and optimizer is not self.optimizer
-        takes_place = is_another and self._last_optimizer() is optimizer and share_parameter(optimizer, self.optimizer)
-        self._last_optimizer = weakref.ref(optimizer)
-        if self.optimizer is None or takes_place:
-            self.optimizer = plain_optimizer(optimizer)
+        found, known = plain_optimizer(optimizer), self.optimizer
+        is_second, self._last_optimizer = self._last_optimizer() is found, weakref.ref(found)
+        if known is None or (is_second and found is not known and share_parameter(found, known)):
+            self.optimizer = found
             self._listen_to_zero_grad()
 
     def _step_aside(self, error: Exception) -> None:
@@ -564,6 +563,7 @@ class Watch(Notes):
             self._begin_step()
         else:
             self._drop_what_is_gone()
+        self.clips.follow_writes(self.space.params)
         if self.tap.num_seen == _MANY and self._num_steps == 0:
             self._tell_once(
                 f"{_MANY} forwards and no step of an optimizer with this model's parameters: nothing can be watched. "
@@ -574,10 +574,13 @@ class Watch(Notes):
         if self.step is None or self.localizer is None or self.zero is not None:
             return
         done = [each for each in self.tap.forwards if each.is_done]
+        is_sharded = isinstance(self.tap.outer, FSDP1 | FSDPModule)
+        if not is_sharded and not count_backward(done, self.clips.have_writes(self.space.params)):
+            return
         if done and not done[-1].is_deferred:
             self.localizer.after_backward()
             self.clips.after_backward(self.space)
-        if not isinstance(self.tap.outer, FSDP1 | FSDPModule):
+        if not is_sharded:
             self.step.weights_at = versions(self.space.params)
             self.clips.follow_writes(self.space.params)
 
@@ -615,10 +618,7 @@ class Watch(Notes):
             self._tell_once(self._why_nothing())
 
     def _why_nothing(self) -> str:
-        why = (
-            "the model's forward was not called with gradients, or by torch.func's transforms alone; pass the model "
-            "that the loop calls"
-        )
+        why = "the model's forward had no gradients, or torch.func's alone; pass the model that the loop calls"
         if self.tap.num_seen:
             why = (
                 "no gradient came back to a last hidden state; name the module that it is the output of, as "
