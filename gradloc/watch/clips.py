@@ -192,7 +192,7 @@ class ClipTap:
 
 def _writes_to(params: Sequence[torch.nn.Parameter]) -> list[Any]:
     """Return which tensors are in ``.grad``, and how often each was written to."""
-    return [(id(param.grad), None if param.grad is None else param.grad._version) for param in params]
+    return [(id(param.grad), None if param.grad is None else local_shard(param.grad)._version) for param in params]
 
 
 def _squares(space: GradientSpace) -> torch.Tensor | None:
