@@ -23,7 +23,7 @@ from .bisect import bisect
 from .candidates import FEW, MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
 from .overflow import rescale_task, to_training_unit
 from .share import FAR, ShareMap, ShareMeasurement
-from .step_causes import certify_nothing, doubt_backward, has_auxiliary, split_off
+from .step_causes import auxiliary_sizes, certify_nothing, doubt_backward, split_off
 from .task import SearchResult, Span, Task, tokens_of, verify, with_measured_norm
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
@@ -58,7 +58,7 @@ class _AutoSearch:
 
     def _rounds(self, first: int, is_full: bool) -> bool:
         """Search in rounds. Returns whether the search is over; if not, shares along R name no more culprits."""
-        if first == 0 and has_auxiliary(self.task) and self._split_off() and self.result.certificate is not None:
+        if first == 0 and any(auxiliary_sizes(self.task)) and self._split_off() and self.result.certificate is not None:
             return True
         for number in itertools.count(first) if is_full else (first,):
             shares = self._measure(number)

@@ -261,13 +261,14 @@ def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
 
     Returns:
         What passes through tokens' log-probs and entropies, the rest, and the cause with both norms. None, mostly after
-        a single probe of the first micro-batch, if the rest is smaller than a culprit's.
+        a single probe of one micro-batch, if the rest is smaller than a culprit's.
     """
     prober, space = task.prober, task.prober.space
     num = prober.step.num_micro_batches
     if task.unit != 1.0 or not task.can_afford(backwards=num):  # then coefficients alone explain the norm
         return None
-    prober.compute([(0, torch.zeros_like(prober.step.token_mask(0)))])
+    loudest = max(range(num), key=auxiliary_sizes(task).__getitem__)
+    prober.compute([(loudest, torch.zeros_like(prober.step.token_mask(loudest)))])
     if num * space.norm() < task.culprit_norm:  # as if all micro-batches were alike
         return None
     prober.compute((index, torch.zeros_like(prober.step.token_mask(index))) for index in range(num))
@@ -289,13 +290,13 @@ def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
     return space.keep(), others, source
 
 
-def has_auxiliary(task: Task) -> bool:
-    """Return whether the backward left some rank a coefficient of a part of the loss that passes through no token. All
-    ranks call this together."""
-    prober = task.prober
-    records = map(prober.step.recorded, range(prober.step.num_micro_batches))
-    is_left = any(each.auxiliary_coefficient is not None for each in records)
-    return prober.ranks.max([float(is_left)])[0] > 0
+def auxiliary_sizes(task: Task) -> list[float]:
+    """Return the size of what the backward left as the coefficient of the part of the loss that passes through no
+    token, of each micro-batch; 0 without any. All ranks call this together."""
+    left = [
+        task.prober.step.recorded(index).auxiliary_coefficient for index in range(task.prober.step.num_micro_batches)
+    ]
+    return task.prober.ranks.max([0.0 if found is None else float(found.abs().max()) for found in left])
 
 
 def doubt_backward(task: Task, shares: ShareMap) -> tuple[StepCause, float] | None:

@@ -62,8 +62,7 @@ def _keep_part(keep: Keep, first: int, shape: torch.Size, is_turned: bool, grad:
 
 @torch.enable_grad()
 def has_rows_mixed(output: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Return whether a vector of the output (..., V) is made of others than its own of the hidden state (..., H), as on
-    a graph.
+    """Return whether a vector of the output (..., V) is made of several of the hidden state (..., H), as on a graph.
 
     One vector's backward is run, from the output to the hidden state; no parameter is reached.
     """
@@ -72,5 +71,4 @@ def has_rows_mixed(output: torch.Tensor, hidden: torch.Tensor) -> bool:
     if not 1 < count == len(rows):
         return False
     (grad,) = torch.autograd.grad(rows[count // 2].sum(), hidden, retain_graph=True, materialize_grads=True)
-    others = torch.arange(count, device=grad.device) != count // 2
-    return bool((grad.reshape(count, -1)[others] != 0).any())
+    return int((grad.reshape(count, -1) != 0).any(-1).sum()) > 1  # one, if another where the output is transposed
