@@ -445,6 +445,17 @@ class OfOwn(Kind):
         return self.model(ids)
 
 
+class TimeFirst(OfOwn):
+    """The model returns logits (T, B, V)."""
+
+    class made(Own):  # noqa: N801
+        def forward(self, ids):
+            return super().forward(ids).transpose(0, 1)
+
+    def logits(self, ids):
+        return self.model(ids).transpose(0, 1)
+
+
 _NOISE = numpy.random.default_rng(5)
 _NOISE_BEGINS = _NOISE.bit_generator.state
 

@@ -12,6 +12,7 @@ import torch
 
 import gradloc
 from tests.toy_model.model import build
+from tests.watch import kinds
 from tests.watch.any_loss import Clipped, Loop, log_probs
 from tests.watch.loops import SPIKE, TAU, T, batches
 from tests.watch.loops import Loop as Plain
@@ -455,6 +456,21 @@ def test_a_gradient_penalty_s_own_backward_is_no_part_of_the_step(tmp_path, clea
     (event,) = events_in(tmp_path)
     assert [(each["row"], each["positions"]) for each in event["culprits"]] == [(13, [0])]  # behind the 8 of fake
     assert event["certificate"]["verdict"] == "explained"
+
+
+class SpoiledBalance(kinds.KeptBalance):
+    """A kept balancing loss weighs far too much in the last micro-batch."""
+
+    def loss(self, ids, weight):
+        times = 1e5 if (weight == kinds.WORTH).any() else 1.0
+        return super().loss(ids, weight.clamp(max=1.0)) + times * self.balance()
+
+
+def test_no_token_is_accused_of_a_balancing_loss(tmp_path):
+    SpoiledBalance(folder=tmp_path).run()
+    (event,) = events_in(tmp_path)
+    assert event["culprits"] == [] and event["cause"]["label"] == "not_tokens"
+    assert "router.weight" in event["cause"]["names"][:3]
 
 
 def test_a_loss_of_the_model_s_derivative_is_said_to_pass_by(tmp_path):
