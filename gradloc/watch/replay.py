@@ -56,6 +56,8 @@ def hold_against(
     again[outside] = dots[outside] = given[outside] = 0.0
     is_by_value = any(call.is_by_value for call in clips)
     ratios = (dots / again / factors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    same = SAME.get(step.dtype, SAME[torch.float32])
+    is_multiple = dots**2 >= (1 - same) * again * given
     step.backward_factor = _exact(_weighted_median(ratios, again) or 1.0)
     if tap.replaced is not None:
         off = (given.sqrt() - step.backward_factor * again.sqrt()) ** 2
@@ -69,9 +71,10 @@ def hold_against(
     total = float(given.sum())
     apart = math.sqrt(float(off.sum()) / total) if total > 0 else 0.0
     step.apart = math.sqrt(float((off / factors**2).sum()))
-    if not apart <= SAME.get(step.dtype, SAME[torch.float32]):
+    if not apart <= same:
         is_spike = not step.apart <= threshold
-        _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike, tap.is_written)
+        may_be_written = is_multiple | (tap.is_written is not False)
+        _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike, may_be_written)
     if tap.replaced is not None:
         scale = tap.usual_ratio or 1.0
         step.backward_factor, step.apart = step.backward_factor * scale, step.apart * scale
@@ -186,13 +189,14 @@ def _object(
     outside: list[int],
     apart: float,
     is_spike: bool,
-    is_written: bool | None,
+    may_be_written: torch.Tensor,
 ) -> None:
     """Set the step's objection and its fault, or its obstacle, where the gradients differ.
 
     The gradient was changed after the backward where that of a few parameters differs, and each has one that was run
     again: a part of the loss that passes by the last hidden state has parameters of its own. Where torch counted no
-    write to it, that stays undecided: a balancing loss that the forward leaves in a list elsewhere reaches those, too.
+    write to it, and it is no multiple of the one run again, that stays undecided: a balancing loss that the forward
+    leaves in a list elsewhere reaches those, too. Writes to ``.grad.data`` are not counted.
     """
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
     names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
@@ -221,7 +225,7 @@ def _object(
     elif passed_by:
         at = "undecided"
         why = f"the loss also uses {passed_by}, which no head of that state has: name another state, as hidden=..."
-    elif not step.ranks.max([float(is_written is not False)])[0]:
+    elif not step.ranks.max([float(may_be_written[order].all())])[0]:
         at = "undecided"
         why = (
             "nothing was seen to write to it after the backward, so a part of the loss passes by, or a hook changed it"
