@@ -13,7 +13,7 @@ from tests.adapters.verl09.test_localization import ACTOR, ON, PLANT
 CONTRIBUTING = Path(__file__).resolve().parents[4] / "CONTRIBUTING.md"
 HANDOVERS = ("before_step", "localize", "certify", "raw_event", "report", "complete_event", "append")
 """Functions that hand a spike on, from the norm to the written event."""
-LIBRARIES = ("core/", "explain/")
+LIBRARIES = ("core/", "trigger/", "explain/")
 """Packages that only compute."""
 
 
