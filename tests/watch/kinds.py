@@ -446,11 +446,11 @@ class OfOwn(Kind):
 
 
 class TimeFirst(OfOwn):
-    """The model returns logits (T, B, V)."""
+    """The model returns log-probs (T, B, V), as CTC takes them."""
 
     class made(Own):  # noqa: N801
         def forward(self, ids):
-            return super().forward(ids).transpose(0, 1)
+            return super().forward(ids).log_softmax(-1).transpose(0, 1)
 
     def logits(self, ids):
         return self.model(ids).transpose(0, 1)
