@@ -42,7 +42,7 @@ class SearchPlan:
     """A plan of where a search keeps its tensors, and so which strategies fit."""
 
     is_full: bool = True
-    """Whether any strategy will do; else only bisection."""
+    """Whether every strategy fits; if not, bisection alone does."""
     moves_optimizer: bool = False
     """Whether the optimizer's state waits on the host."""
     keeps_on_host: bool = False

@@ -76,7 +76,7 @@ class Recorded:
     """(B, T), where the loss is no function of log-probs and entropies: the number that a search's forward returns in
     place of log-probs, at training's weights. :attr:`log_prob_coefficient` is then d loss / d score."""
     is_known: bool = True
-    """Whether :attr:`log_prob` holds log-probs; else zeros, of a loss that is made of none."""
+    """Whether :attr:`log_prob` holds log-probs; it holds zeros where the loss is made of none."""
     is_entropy: bool = True
     """Whether :attr:`entropy_coefficient` belongs to an entropy. If not, a search's forward returns another part of the
     loss in its place, such as label smoothing."""

@@ -195,8 +195,8 @@ def _object(
 
     The gradient was changed after the backward where that of a few parameters differs, and each has one that was run
     again: a part of the loss that passes by the last hidden state has parameters of its own. Where torch counted no
-    write to it, and it is no multiple of the one run again, that stays undecided: a balancing loss that the forward
-    leaves in a list elsewhere reaches those, too. Writes to ``.grad.data`` are not counted.
+    write to it, and it is no multiple of the one run again, the link is undecided: it may be a balancing loss that the
+    forward keeps in a global list. Torch does not count writes to ``.grad.data``.
     """
     order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
     names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
