@@ -93,12 +93,14 @@ class ClipTap:
             self._raw = _squares(space)
 
     def follow_writes(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Begin to follow writes to these parameters' gradients, before a forward or after a backward."""
+        """Begin to follow writes to these parameters' gradients, before a forward."""
         self.is_written, self._followed = False, (params, _writes_to(params))
 
-    def have_writes(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether these parameters' gradients were written to since the last call of :meth:`note_writes`."""
-        return self._followed[1] != _writes_to(params)
+    def end_backward(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Return whether a backward wrote to these parameters' gradients, and follow the writes after it."""
+        before = self._followed[1]
+        self.follow_writes(params)
+        return self._followed[1] != before
 
     def note_writes(self, is_own: bool = False) -> None:
         """Note whether the gradients were written to since the last call; ``is_own``: by a clip, which is known."""

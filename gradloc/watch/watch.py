@@ -575,14 +575,13 @@ class Watch(Notes):
             return
         done = [each for each in self.tap.forwards if each.is_done]
         is_sharded = isinstance(self.tap.outer, FSDP1 | FSDPModule)
-        if not is_sharded and not count_backward(done, self.clips.have_writes(self.space.params)):
+        if not is_sharded and not count_backward(done, self.clips.end_backward(self.space.params)):
             return
         if done and not done[-1].is_deferred:
             self.localizer.after_backward()
             self.clips.after_backward(self.space)
         if not is_sharded:
             self.step.weights_at = versions(self.space.params)
-            self.clips.follow_writes(self.space.params)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look into a step before the optimizer takes it; in a step with a closure, after the closure."""
