@@ -101,7 +101,7 @@ case $tier in
         shared=(tests/adapters/conformance)
         if [[ $tier == verl09 ]]; then # features that work there, too
             shared+=(tests/analysis/test_split.py tests/reweighting/test_stages.py)
-            shared+=(tests/stabilize/{test_actor,test_ratios}.py)
+            shared+=(tests/stabilize/{test_actor,test_ratios}.py tests/recipes/test_megatron.py)
         fi
         stage "tests on $tier" && LONGEST=2400 tests "not slow" "tests/adapters/$tier" "${shared[@]}" "$@"
         ;;

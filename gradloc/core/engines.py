@@ -36,6 +36,12 @@ class EngineSpace(GradientSpace):
         """Return the addresses of the storages that the engine uses again for its next gradient."""
         raise NotImplementedError
 
+    def show(self) -> None:
+        """Load into ``.grad`` what the optimizer is about to take, where it reads that elsewhere."""
+
+    def give(self) -> None:
+        """Write ``.grad`` where the optimizer's step reads it, where that is elsewhere."""
+
     def take(self) -> Gradient:
         buffers = self.buffers()
 

@@ -7,17 +7,20 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
 
+from .megatron import is_chunk, without_wrappers
 from .zero import is_engine
 
 
 def innermost(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP's, FSDP1's, DeepSpeed's and torch.compile's wrappers."""
+    """Return the model inside DDP's, FSDP1's, DeepSpeed's, Megatron's and torch.compile's wrappers."""
     found: Any = model
     while True:
         if isinstance(found, FSDP1):
             found = found._fsdp_wrapped_module
         elif isinstance(found, DistributedDataParallel) or is_engine(found):
             found = found.module
+        elif is_chunk(found):
+            found = without_wrappers(found)
         elif hasattr(found, "_orig_mod"):
             found = found._orig_mod
         else:
@@ -35,6 +38,8 @@ def find_body_and_head(
             return model.get_submodule(hidden), None
         except AttributeError:
             raise ValueError(f"gradloc.Watch's hidden names no module of the model: {hidden!r}") from None
+    if is_sequence_first(model):
+        return model.get_submodule("decoder"), model.get_submodule("output_layer")
     model = _transformers_model_in(model)
     plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
     asked = getattr(plain, "get_output_embeddings", None)
@@ -55,6 +60,12 @@ def find_body_and_head(
         return body, None
     is_body = body is not None and body is not plain and (head is None or head not in set(body.modules()))
     return body if is_body else None, head
+
+
+def is_sequence_first(model: torch.nn.Module) -> bool:
+    """Return whether this is a language model of Megatron's, whose hidden states are (T, B, H)."""
+    is_megatron = any(kind.__module__.startswith("megatron.core.") for kind in type(model).__mro__)
+    return is_megatron and hasattr(model, "decoder") and hasattr(model, "output_layer")
 
 
 def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:

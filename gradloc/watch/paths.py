@@ -98,4 +98,5 @@ def is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
     if given is hidden:
         return True
     is_same = given.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr()
-    return is_same and given.shape[-1:] == hidden.shape[-1:] and hidden.is_contiguous() and given.stride(-1) == 1
+    is_known = hidden.is_contiguous() or (hidden.dim() == 3 and given.shape == hidden.transpose(0, 1).shape)
+    return is_same and given.shape[-1:] == hidden.shape[-1:] and is_known and given.stride(-1) == 1

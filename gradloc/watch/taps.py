@@ -47,7 +47,7 @@ from .forwarded import (
 from .head import typical_size
 from .hooks import Hook, call_hook
 from .methods import make_hookable
-from .models import find_body_and_head, innermost, trained_parts
+from .models import find_body_and_head, innermost, is_sequence_first, trained_parts
 from .outputs import hook_parts, tensors_in, wide, with_aliases
 from .paths import hidden_in, is_view, replace_hidden, side_outputs
 from .scalars import Scalars, scalar_attributes
@@ -120,7 +120,12 @@ class ModelTap:
         """Typical norm of d log_prob / dh: the norm of dL/dh over it is about |dL / d log_prob|."""
         inner = innermost(model)
         self.body, head = find_body_and_head(inner, hidden)
-        self._declared_head: Any = head
+        self._is_sequence_first = is_sequence_first(inner)
+        self._tied_head = None
+        """Has the embedding's weight, where a head is called with it and has none of its own."""
+        if self._is_sequence_first and getattr(head, "weight", None) is None:
+            self._tied_head = _head_with(inner.shared_embedding_or_output_weight())  # type: ignore[operator]
+        self._declared_head: Any = self._tied_head or head
         self.is_at_head = self.body is None
         self.heads: list[torch.nn.Module] = []
         self._unknown = UnknownModel(model) if self.body is None else None
@@ -300,15 +305,25 @@ class ModelTap:
         if hidden is None:
             return None
         if self.is_again and not self.is_at_head:
-            return replace_hidden(output, hidden, self._pass_hidden(hidden))
+            return replace_hidden(output, hidden, self._turned(self._pass_hidden(self._turned(hidden))))
         if self._present is not None:
             if not self.is_at_head:
-                self._hidden = hidden
-                self._hook(hidden)
+                self._hidden = self._turned(hidden)
+                self._hook(self._hidden)
+                output = replace_hidden(output, hidden, self._turned(self._hidden))
             if self._present.module is module and module not in self._attached:  # as chunked losses call it
                 self._close()
                 self._wait_for_heads()
+            return output if self._is_sequence_first else None
         return None
+
+    def _unshared(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits (..., V) that what comes behind cannot write to; Megatron's loss writes to those in float32."""
+        return logits.clone() if self._is_sequence_first and logits.dtype == torch.float32 else logits
+
+    def _turned(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a state (T, B, H) as (B, T, H), or back, in a model whose sequences come first; else the state."""
+        return hidden.transpose(0, 1) if self._is_sequence_first else hidden
 
     def _before_head(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
         if not args or not isinstance(args[0], torch.Tensor) or _is_in_backward():
@@ -328,7 +343,8 @@ class ModelTap:
                     self._hidden = given
                     self._hook(given)
             if not self._is_measured and self._hidden is not None and is_view(given, self._hidden):
-                self._measure(module, given)  # where FSDP shards the head by itself, it is whole in its forward alone
+                # where FSDP shards the head by itself, it is whole in its forward alone
+                self._measure(self._tied_head or module, given)
         elif self.is_at_head and self.is_again and module in self.heads:
             if self._graph is None or self._graph.hidden is None:
                 return (self._pass_hidden(given), *args[1:])
@@ -337,13 +353,16 @@ class ModelTap:
         return None
 
     def _after_head(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._is_sequence_first and isinstance(output, tuple):  # and a bias
+            changed = self._after_head(self._tied_head or module, args, output[0])
+            return None if changed is None else (changed, *output[1:])
         if not args or not isinstance(output, torch.Tensor) or _is_in_backward():
             return None
         if self.is_again:
             if self._graph is not None and module in self.heads and self._graph.hidden is not None:
                 if self._graph.cut is not None and is_view(args[0], self._graph.cut):
                     self._graph.heads.append(output)
-                    return _Cut.apply(output) if self._graph.is_cut_behind_heads else output
+                    return _Cut.apply(self._unshared(output)) if self._graph.is_cut_behind_heads else output
             return None
         if self._present is not None and self._unknown is not None:
             self._unknown.linear_calls.append((module, args[0], output))
@@ -374,7 +393,7 @@ class ModelTap:
             self._mask_grad(output, present.factor.view(-1)[call.place.positions(output.device)])
         size = output.numel() * output.element_size()
         if self.keeps_logits and self._kept + 2 * size <= self.keep_bytes:
-            call.output, self._kept = output.detach(), self._kept + size
+            call.output, self._kept = self._unshared(output.detach()), self._kept + size
         if output.requires_grad and self._kept + size <= self.keep_bytes:
             self._kept += size
             self._hook_handles.append(output.register_hook(Hook(self, "_keep_head_grad", call)))
@@ -623,8 +642,7 @@ class ModelTap:
             is_outer = choice.module in self._attached  # whose own hook comes behind
             self._add_handle(choice.module.register_forward_hook(after, with_kwargs=True, prepend=is_outer))
         if choice.weight is not None:
-            self._declared_head = torch.nn.Linear(1, 1, bias=False, device="meta")
-            self._declared_head.weight = choice.weight
+            self._declared_head = _head_with(choice.weight)
         elif choice.module is not None:
             self._uncalled = unknown.uncalled
         else:
@@ -638,6 +656,13 @@ class ModelTap:
             return
         if self._unknown.part_calls is not None:
             self._unknown.part_calls.append((module, hidden))
+
+
+def _head_with(weight: torch.nn.Parameter) -> torch.nn.Linear:
+    """Return a head with this weight (V, H), which a model uses without a head of its own."""
+    head = torch.nn.Linear(1, 1, bias=False, device="meta")
+    head.weight = weight
+    return head
 
 
 def _zero_outside(factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .counts import StepCounts
 from .curve import Curve
+from .engines import Engine, find_engine
 from .forwarded import count_backward
 from .models import innermost, sparse_embedding
 from .notes import Notes
@@ -53,7 +54,7 @@ from .replay import hold_against, versions
 from .rows import view_of, view_of_summaries
 from .tap_step import TapStep
 from .taps import ModelTap
-from .zero import ZeroEngine, ZeroSpace, is_engine
+from .zero import ZeroEngine, is_engine
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class Watch(Notes):
 
     Args:
         model: plain, compiled, with adapters, in DDP, FSDP1 or FSDP2; or what such a wrapper is made around later.
-        optimizer: torch's, or accelerate's around it; None: found at its first step, by its parameters.
+            DeepSpeed's engine, or Megatron's list of model chunks.
+        optimizer: torch's, or accelerate's around it; None: found at its first step, by its parameters. Megatron's own.
         folder: of the run; events go to ``gradloc`` in it, metrics to ``metrics.jsonl``.
         action: ``observe``, ``mask``, ``skip``, ``abort`` or ``off``.
         tokenizer: decodes what is named; None: events have token ids alone.
@@ -95,8 +97,8 @@ class Watch(Notes):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any = None,
         folder: str | os.PathLike[str] = "runs/gradloc",
         action: Any = "observe",
         tokenizer: Any = None,
@@ -107,7 +109,7 @@ class Watch(Notes):
         undo: Undo | None = None,
         **settings: Any,
     ):
-        require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
+        engine, model = find_engine(model, optimizer)
         analyses = taken_from(settings)
         kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
         if kept is not None:
@@ -117,7 +119,8 @@ class Watch(Notes):
             require(not has_views, "DistributedDataParallel's gradient_as_bucket_view", _NO_VIEWS, True)
         ranks = Ranks(None if kept is None else host_group(), device=self._device_of(model))
         self._curve = Curve(os.path.join(os.path.abspath(folder), "metrics.jsonl")) if metrics else None
-        self.model, self.optimizer = model, plain_optimizer(optimizer)
+        self.model = model
+        self.optimizer: Any = None if engine is not None else plain_optimizer(optimizer)
         self.scales_loss, self.takes_what_is_not_finite, self.is_unclipped = False, True, False
         """Facts that the localizer asks for, see :class:`~..loop.localizer.TrainerHandle`."""
         self.step: Any = None
@@ -140,8 +143,8 @@ class Watch(Notes):
         """Whether steps of the optimizer are an analysis' own, which are taken back."""
         self.stage_name = ""
         self.ranks, self.settings = ranks, kept
-        self.zero: ZeroEngine | None = None
-        """DeepSpeed's engine, once there is one."""
+        self.engine: Engine | None = None
+        """DeepSpeed's or Megatron's, once there is one."""
         self.localizer = None if kept is None else Localizer(self, ranks, kept)
         self.driver = None
         if kept is None or self.localizer is None:
@@ -157,7 +160,6 @@ class Watch(Notes):
         _watches[innermost(model)] = weakref.ref(self)
         if is_compiled(model):  # code that was compiled before has no hooks of ours, and is taken for any such model
             torch.compiler.reset()
-        engine, model = (model, innermost(model)) if is_engine(model) else (None, model)
         self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
         self.tap.owner = self  # the model's hooks hold the tap, and so the watch
         self.clips = ClipTap(self._owns)
@@ -277,9 +279,10 @@ class Watch(Notes):
         self._settle_outer()
         self.space.heads = self.tap.head_names(self.space)
         with torch.no_grad():
-            if isinstance(self.space, ZeroSpace):
+            if self.engine is not None:
                 self.space.show()
-                self.clips.take_engine(self.space.zero.clip_limit)
+                self.clips.take_engine(self.engine.clip_limit)
+                self.step.num_ranks = self.engine.divisor or self.ranks.size
                 norm, self.is_unclipped = torch.tensor(self.space.norm()), True  # it clips in its step
             norm = plain(self.clips.norm(self.space, norm))
         self.number = self.number + 1 if self._next_number is None else self._next_number
@@ -300,7 +303,7 @@ class Watch(Notes):
             is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
             if self._before is not None and not is_other:
                 self.space.put(self._before)
-            if isinstance(self.space, ZeroSpace):
+            if self.engine is not None:
                 self.space.give()
             self.step, self._before, self.stage_name = None, None, ""
         self._write_metrics(norm)
@@ -323,8 +326,8 @@ class Watch(Notes):
 
     def _objection_to_analysis(self, norm: float) -> str:
         """Run the gradient again from the taps, unless a spike had that done; returns why none can run, or ""."""
-        if self.zero is not None:
-            return "an analysis does not run on DeepSpeed"
+        if self.engine is not None:
+            return "an analysis does not run on DeepSpeed or Megatron"
         if not math.isfinite(norm):
             return "the gradient of this step is not finite"
         if self._before is None and not self.step.has_log_probs:
@@ -517,39 +520,33 @@ class Watch(Notes):
         logger.error("gradloc: watching failed (%s), so it is off; training goes on", what, exc_info=error)
         self.step = None
 
-    def _take_engine(self, engine: Any) -> None:
-        """Let DeepSpeed's engine run the passes from here on, and look into its optimizer's steps."""
-        self.zero, reference = ZeroEngine(engine), weakref.ref(self)
-        if why := self.zero.refusal():
+    def _take_engine(self, engine: Engine) -> None:
+        """Let an engine run the passes from here on, and look into its optimizer's steps."""
+        self.engine, reference = engine, weakref.ref(self)
+        if why := engine.refusal():
             self._tell_once(f"{why}. Nothing is watched")
             self.localizer.num_failures = 3
             self.close()
             return
-        self.tap.whole = self.zero.whole
+        self.tap.whole = engine.whole
         self.tap.around_pass = partial(_to, reference, "_in_pass")
-        self.zero.on_step(partial(_to, reference, "_look_before_step", engine.optimizer))
+        engine.on_step(partial(_to, reference, "_look_before_step", engine.optimizer))
 
     @contextmanager
     def _in_pass(self, is_last: bool) -> Iterator[None]:
-        with self.zero.in_pass(is_last):  # type: ignore[union-attr]
+        with self.engine.in_pass(is_last):  # type: ignore[union-attr]
             yield
         if is_last:
-            self.space.show()  # type: ignore[attr-defined]
+            self.space.show()
 
-    def _make_space(self) -> GradientSpace:
+    def _make_space(self) -> Any:
         """Make the trained parameters of a step; all ranks make theirs together."""
-        if self.zero is None:
-            return GradientSpace(self.tap.outer, self.ranks)
-        if self._zero_space is None:
-            self._zero_space = ZeroSpace(self.zero, self.ranks)
-        return self._zero_space
-
-    _zero_space: ZeroSpace | None = None
+        return GradientSpace(self.tap.outer, self.ranks) if self.engine is None else self.engine.make_space(self.ranks)
 
     def _find_wrapper(self, module: torch.nn.Module, args: Any) -> None:
         """Take a wrapper's calls for training's, where the model was wrapped after this was made."""
-        if self.zero is None and is_engine(module) and innermost(module) is innermost(self.tap.outer):
-            self._take_engine(module)
+        if self.engine is None and is_engine(module) and innermost(module) is innermost(self.tap.outer):
+            self._take_engine(ZeroEngine(module))
         is_wrapper = isinstance(module, DistributedDataParallel | FSDP1)
         if is_wrapper and innermost(module) is innermost(self.tap.outer) and module is not self.tap.outer:
             self.tap.attach(module)
@@ -571,7 +568,7 @@ class Watch(Notes):
             )
 
     def _after_backward(self) -> None:
-        if self.step is None or self.localizer is None or self.zero is not None:
+        if self.step is None or self.localizer is None or self.engine is not None:
             return
         done = [each for each in self.tap.forwards if each.is_done]
         is_sharded = isinstance(self.tap.outer, FSDP1 | FSDPModule)
@@ -585,7 +582,7 @@ class Watch(Notes):
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look into a step before the optimizer takes it; in a step with a closure, after the closure."""
-        if self.zero is not None or self.is_analysing or not self._is_ours(optimizer):
+        if self.engine is not None or self.is_analysing or not self._is_ours(optimizer):
             return None
         self._num_steps += 1
         if torch._C._current_graph_task_id() != -1:
@@ -602,7 +599,7 @@ class Watch(Notes):
         self._withheld.give_back()
 
     def _look_before_step(self, optimizer: Any) -> None:
-        if self.zero is not None:
+        if self.engine is not None:
             self._num_steps += 1
         else:
             self.follow(optimizer)
@@ -642,7 +639,7 @@ class Watch(Notes):
         outer = self.tap.outer
         is_wrapped = isinstance(outer, DistributedDataParallel | FSDP1 | FSDPModule)
         why = ""
-        if self.zero is None and self.ranks.num_processes > 1 and not is_wrapped:
+        if self.engine is None and self.ranks.num_processes > 1 and not is_wrapped:
             why = (
                 f"with {self.ranks.num_processes} processes the model has to be in DDP or FSDP, found a "
                 f"{type(outer).__name__}"
@@ -667,7 +664,7 @@ class Watch(Notes):
         is_elsewhere = isinstance(self.tap.outer, FSDP1) or (
             isinstance(self.tap.outer, FSDPModule) and any(each.is_deferred for each in done)
         )
-        if done and not is_elsewhere and self.zero is None and all(param.grad is None for param in self.space.params):
+        if done and not is_elsewhere and self.engine is None and all(param.grad is None for param in self.space.params):
             self._drop()
 
     def _write_metrics(self, norm: torch.Tensor) -> None:

@@ -38,6 +38,7 @@ class ZeroEngine:
         self.num_groups = len(getattr(self.optimizer, "fp16_groups" if self.is_sharded else "bit16_groups", ()))
         self._held: dict[int, Any] = {}
         """The optimizer's gradient while a step is looked into."""
+        self._space: ZeroSpace | None = None
 
     def refusal(self) -> str:
         """Return why this engine cannot be watched, in a sentence; empty where it can."""
@@ -64,6 +65,15 @@ class ZeroEngine:
     def clip_limit(self) -> float:
         """The norm that the optimizer's step clips to; inf: it does not clip."""
         return float(self.optimizer.clip_grad) or float("inf")
+
+    divisor: int | None = None
+    """What the sum over ranks is divided by, where that is not their number."""
+
+    def make_space(self, ranks: Ranks) -> "ZeroSpace":
+        """Return the trained parameters, at each step the same."""
+        if self._space is None:
+            self._space = ZeroSpace(self, ranks)
+        return self._space
 
     # ---- the optimizer's step
 

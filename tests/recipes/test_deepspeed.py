@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO, stages 1 to 3, on two ranks: named, harmless, and masked as if the token had not been there."""
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.recipes.compare import are_same, events_in
 from tests.world import World
 
 pytest.importorskip("deepspeed")
@@ -22,19 +20,6 @@ def train() -> Iterator[Callable[..., list[dict[str, Any]]]]:
         yield lambda *given, name="train", **more: world.run(
             f"tests.recipes.zero.{name}", **dict(zip(("stage", "dtype"), given, strict=False)), **more
         )
-
-
-def events_in(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "gradloc" / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def are_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """Whether each rank has the same weights, bit for bit."""
-    pairs = zip(one, other, strict=True)
-    return all(
-        len(a["weights"]) == len(b["weights"]) and all(map(torch.equal, a["weights"], b["weights"])) for a, b in pairs
-    )
 
 
 @pytest.mark.parametrize(("stage", "dtype"), LAYOUTS)

@@ -36,12 +36,10 @@ CONFIG = {
 
 def install() -> None:
     """Apply every shim; a second call does nothing."""
-    if getattr(torch.cpu, "_gradloc_megatron", False):
+    if getattr(torch.cpu, "_gradloc_verl_megatron", False):
         return
-    torch.cpu._gradloc_megatron = True  # type: ignore[attr-defined]
-    torch._dynamo.config.disable = True  # compiling takes longer than a tiny model trains
-    _take_the_cpu_for_the_gpu()
-    _share_the_random_state()
+    torch.cpu._gradloc_verl_megatron = True  # type: ignore[attr-defined]
+    install_without_verl()
     _take_local_layers()
     _take_local_experts()
     _gather_uneven_parts()
@@ -49,6 +47,17 @@ def install() -> None:
     _allow_norms_with_sequence_parallelism()
     _read_out_without_triton()
     _offload_within_one_memory()
+
+
+def install_without_verl() -> None:
+    """Apply the shims that Megatron needs in any loop, on any version; a second call does nothing."""
+    if getattr(torch.cpu, "_gradloc_megatron", False):
+        return
+    torch.cpu._gradloc_megatron = True  # type: ignore[attr-defined]
+    torch._dynamo.config.disable = True  # compiling takes longer than a tiny model trains
+    _take_the_cpu_for_the_gpu()
+    _share_the_random_state()
+    _make_shards_leaves()
 
 
 def engine_in(dtype: str) -> Any:
@@ -76,6 +85,7 @@ def _take_the_cpu_for_the_gpu() -> None:
     _device_constructors()  # cached by torch, with its own functions
     for name in ("empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.cuda.current_stream = lambda *_: SimpleNamespace(wait_stream=lambda other: None)
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *_, **__: self
     original = torch.Tensor.type
@@ -110,6 +120,19 @@ def _share_the_random_state() -> None:
     torch.cuda.synchronize = lambda *_, **__: None
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _make_shards_leaves() -> None:
+    """Let torch's optimizers take the distributed optimizer's shards of float32 parameters, which are no leaves."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    shards_of = DistributedOptimizer._build_model_and_main_param_groups
+
+    def shards(cls: Any, *args: Any) -> Any:
+        with torch.no_grad():
+            return shards_of(*args)
+
+    DistributedOptimizer._build_model_and_main_param_groups = classmethod(shards)
 
 
 def _take_local_layers() -> None:
@@ -303,13 +326,11 @@ def _offload_within_one_memory() -> None:
     Both distinguish the GPU's memory from the host's, so "cuda" is another place while they move tensors."""
     from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from verl.workers.engine import base
     from verl.workers.engine.megatron import transformer_impl
 
     original = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-    shards_of = DistributedOptimizer._build_model_and_main_param_groups
     num_tokens_of = transformer_impl.MegatronEngine._routed_num_tokens
 
     def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,10 +349,6 @@ def _offload_within_one_memory() -> None:
         with mock.patch.multiple(torch.Tensor, create=True, **patched):
             return original(self, offload_fraction)
 
-    def shards(cls: Any, *args: Any) -> Any:
-        with torch.no_grad():  # else those of float32 parameters are not leaves, which the optimizer refuses
-            return shards_of(*args)
-
     def on_gpu(function: Any, module: Any) -> Any:
         def run(self: Any, *args: Any, **given: Any) -> Any:
             with mock.patch.object(module, "get_device_name", lambda: "cuda"):
@@ -349,7 +366,6 @@ def _offload_within_one_memory() -> None:
     hybrid_optimizer.torch = SimpleNamespace(**{**vars(torch), "cuda": SimpleNamespace(**at_once)})
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = deal_out
     optimizer_config.is_te_min_version = lambda *_, **__: False  # it checks the version although it is not installed
-    DistributedOptimizer._build_model_and_main_param_groups = classmethod(shards)
     transformer_impl.MegatronEngine.to = on_gpu(transformer_impl.MegatronEngine.to, transformer_impl)
     for kind in (transformer_impl.EngineTrainModeCtx, transformer_impl.EngineEvalModeCtx):
         kind.__enter__ = on_gpu(kind.__enter__, base)

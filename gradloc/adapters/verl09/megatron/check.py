@@ -28,9 +28,9 @@ from ....keys import POLICY_KEY
 from ....loop.messages import Policy
 from ....private_api import replaced
 from ....record.origin import version_of
+from ....watch.megatron import MegatronSpace, leaves_of
 from ..engine import watch_actor
 from ..step import nested_rows
-from .space import MegatronSpace, leaves_of
 
 _ACTOR = "actor_rollout_ref.actor"
 _OWN = (
@@ -59,7 +59,7 @@ class Check:
         watch_actor(self.worker)
         self.engine = self.worker.actor.engine
         self.engine.lr_scheduler_step = lambda: 0.0  # each step has the same
-        self.space = MegatronSpace(self.engine)
+        self.space = MegatronSpace(self.engine.module, self.engine.optimizer)
         self.num_rows = 2 * self.worker.config.actor.megatron.pipeline_model_parallel_size
         self.num_updates, self.sum_error = 0, 0.0
         self.event: Any = None

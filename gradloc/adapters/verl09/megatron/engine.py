@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from verl.utils.megatron.optimizer import get_megatron_last_lr
 
 from ....core.ranks import Ranks
 from ....private_api import replaced
+from ....watch.megatron import MegatronSpace, clip_as_megatron, leaves_of
 from ...verl_common.requirements import needed_of_megatron
 from ...verl_common.watch import device_of
 from ..engine import EngineWatch, WatchedEngine
-from .space import MegatronSpace, is_decoupled, leaves_of
 from .step import MegatronStep
 
 
@@ -64,19 +63,12 @@ class MegatronWatch(EngineWatch):
 
     def make_space(self, ranks: Ranks | None) -> MegatronSpace:
         if self._space is None:
-            self._space = MegatronSpace(self.engine, self.ranks)
+            self._space = MegatronSpace(self.engine.module, self.engine.optimizer, self.ranks)
         return self._space
 
     def clip_by_verl(self) -> torch.Tensor:
         """Clip as Megatron does; returns the norm before, a scalar."""
-        optimizer, limit = self.engine.optimizer, self.grad_clip
-        norm = type(optimizer).get_grad_norm(optimizer)
-        if limit > 0:
-            for leaf in leaves_of(optimizer):
-                clip_grad_by_total_norm_fp32(
-                    leaf.get_parameters(), max_norm=limit, total_norm=norm, use_decoupled_grad=is_decoupled(leaf)
-                )
-        return torch.tensor(norm, dtype=torch.float64)
+        return torch.tensor(clip_as_megatron(self.engine.optimizer), dtype=torch.float64)
 
     @contextmanager
     def around_clip(self) -> Iterator[None]:

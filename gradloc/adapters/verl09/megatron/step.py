@@ -31,8 +31,8 @@ from ....core.memory_plans import logit_bytes
 from ....core.ranks import LostRank
 from ....core.step import Outputs, Recorded, Scheduled
 from ....private_api import replaced
+from ....watch.megatron import without_wrappers
 from ..step import FIELDS, EngineStep, is_fused
-from .space import chunks_of
 
 _NUMBER = "gradloc_micro_batch"
 _ROWS_PART = 512  # positions whose logits are held at a time
@@ -56,7 +56,7 @@ class MegatronStep(EngineStep, Scheduled):
         self._own_num_tokens: torch.Tensor | None = None
         self._num_tokens: torch.Tensor | None = None
         """Divisor of the gradient with ``calculate_per_token_loss``: this process' tokens, and all processes'."""
-        chunks = chunks_of(engine.module)
+        chunks = map(without_wrappers, engine.module)
         self._routers = [value for chunk in chunks for name, value in chunk.named_buffers() if ".router." in name]
         """Buffers of the routers' load balancing, which each schedule updates at its end."""
         self._routers_before: list[torch.Tensor] = []
@@ -308,7 +308,7 @@ def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
 @contextmanager
 def _precise_readout(engine: Any) -> Iterator[None]:
     """Compute log-probs in float32 from the last hidden state: rounded ones would hide small moves."""
-    head = getattr(chunks_of(engine.module)[-1], "output_layer", None)
+    head = getattr(without_wrappers(engine.module[-1]), "output_layer", None)
     if head is None or engine.param_dtype == torch.float32:
         yield
         return
