@@ -18,6 +18,7 @@ from gradloc.record import Event, Turn, turns_in
 from gradloc.record.reading import read
 from gradloc.record.store import EventStore, plain
 from gradloc.report.runs.events import Events, read_events, recover
+from tests.record import killed
 from tests.report.builder import REPO
 
 
@@ -120,9 +121,11 @@ def _whole(folder):
     """The events that a reader finds; each of them whole."""
     events, notes = read_events(folder / "events.jsonl") if (folder / "events.jsonl").exists() else (Events(), [])
     assert all("cut off" in note or "is not JSON" in note for note in notes), notes  # of a line that was cut off
-    found = [*events, *recover(folder, events)[0]]
-    assert all(event.verdict == "w" * 20_000 for event in found)
-    return [event.event_id for event in found]
+    recovered, notes = recover(folder, events)
+    assert not any("without a whole" in note for note in notes), notes
+    found = [*events, *recovered]
+    assert all(event.verdict == killed.TEXT for event in found)
+    return found
 
 
 def test_two_writers_of_one_folder_lose_nothing_and_a_reader_sees_whole_events(tmp_path):
@@ -130,8 +133,34 @@ def test_two_writers_of_one_folder_lose_nothing_and_a_reader_sees_whole_events(t
     while any(writer.poll() is None for writer in writers):
         _whole(tmp_path)
     written = [name for writer in writers for name in writer.stdout.read().split()]
-    assert len(set(written)) == 80 and sorted(_whole(tmp_path)) == sorted(written)
+    assert len(set(written)) == 80 and sorted(event.event_id for event in _whole(tmp_path)) == sorted(written)
     assert {path.name for path in (tmp_path / "events").iterdir()} == set(written)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rounds", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_at_any_write_loses_nothing_of_its_own_nor_of_another_s(tmp_path, rounds):
+    lines = []
+    with subprocess.Popen([sys.executable, "-m", killed.__name__, tmp_path, str(rounds)], cwd=REPO, stdout=-1) as made:
+        for line in made.stdout:
+            lines.append(json.loads(line))
+            _whole(tmp_path)  # a reader meanwhile
+            if (state := tmp_path / "gradloc.json").exists():
+                ((_, value),) = [item for item in json.loads(state.read_text()).items() if item[0] != "schema_version"]
+                assert value["text"] == killed.TEXT
+    assert made.returncode == 0
+    found = _whole(tmp_path)
+    names = [event.event_id for event in found]
+    listed = {event.event_id for event in read_events(tmp_path / "events.jsonl")[0]}  # not only by its folder
+    written = {line["written"] for line in lines if "written" in line}
+    assert written <= listed and len(names) == len(set(names)) and len(written) == 2 * rounds
+    victims = {line["step"]: line["killed"] for line in lines if "step" in line}
+    writes = [write for _, write in sorted(victims.items())]
+    cycle = writes[: writes.index("")]
+    assert {"in serialize_file", "in write", "before rename", "before fsync", "before replace"} <= set(cycle)
+    renamed = cycle.index("before rename") + 1
+    kept = {event.step.global_step for event in found if event.trigger.kind == "victim"}
+    assert kept == {step for step in victims if (step - 1) % (len(cycle) + 1) >= renamed}
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.slow])])
@@ -143,7 +172,7 @@ def test_a_writer_that_is_killed_leaves_whole_events_and_the_next_one_goes_on(tm
         time.sleep(random.Random(number).uniform(0, 0.1))
         writer.kill()
         written += writer.communicate()[0].split()  # what it had said before, a name that was cut off aside
-    found = _whole(tmp_path)
+    found = [event.event_id for event in _whole(tmp_path)]
     assert len(found) == len(set(found)) and set(written) <= set(found)
     assert len(found) - len(written) <= rounds, "an event more a round: written, and not yet said"
 
