@@ -10,7 +10,7 @@ from ...record.files import parse_json
 from ..errors import ReportError
 from .grammars import Json
 from .lines import literal, read_lines, texts_of
-from .names import as_step, is_norm, number, one_value, step_name
+from .names import as_step, is_norm, number, step_name
 from .recording import Recording, gather
 from .source import Source
 from .tables import read_columns
@@ -42,7 +42,7 @@ def read_document(source: Source) -> list[Recording]:
         return []
     if isinstance(document, dict) and "log_history" not in document:
         lists = [part for part in document.values() if isinstance(part, list) and part and isinstance(part[0], dict)]
-        if len(lists) == 1 and one_value(lists[0][0]) is not None:  # {"metrics": [{"key": ..., "value": ...}, ...]}
+        if len(lists) == 1 and "cells" not in document:  # {"metrics": [{"key": ..., "value": ...}, ...]}
             document = lists[0]
     known = document if isinstance(document, dict) else {}
     made, entries = Recording(source.name, "JSON", notes=source.notes), None

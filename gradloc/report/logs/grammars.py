@@ -23,22 +23,19 @@ _STEP = (  # Step... (500 | is Flax'
     r"(?:\.\.\. \()?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)"
     r"(?:\s*/\s*\d+)?\]?"
 )
-_HEADED_BY_STEP = re.compile(
+HEADED_BY_STEP = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?"
     r"(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?: count)?(?=\W{0,3}\d+\s*/))\b"
     rf"(?:\(\w+\))?{_STEP}"
-    r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\]"  # [73/120]
+    r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\](?!\s*\[)"  # [73/120]
     r"|^\s*(\d{1,15})/\d+[ :,|]+(?:\[[=>. ]*\]|[━╸╺]+|(?=[a-z(]))"  # 73/120 [====>....], as Keras has it
     r"|[━╸╺]\s+(\d{1,15})/\d+\s+\d+:\d\d:"  # ━━━╸ 73/120 0:01:10, as rich draws a bar
     r"|\bit(?:[=:]\s*| )(\d{1,15})(?=[ ,]|\s*\|)"
-    r"|\b(?:steps_completed=|batch: )(\d{1,15})(?=[, ])"
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
-    r"|(?:^|\s)\[(\d{1,15})\] (?=[a-z]\w* ?[=: ] ?[-\d])"  # [73] loss 2.0 / kl 0.1
-    r"|\b(\d{1,12}(?:\.\d*)?k?)it/\d"  # 73it/120it, 4.60kit/100kit
-    r"|\bUp\. (\d{1,15}) :",  # Ep. 7 : Up. 306350 :, as Marian has it
+    r"|\b(\d{1,12}(?:\.\d*)?k?)it/\d",  # 73it/120it, 4.60kit/100kit
     re.IGNORECASE,
 )
 HEADED_GLOBALLY = re.compile(
@@ -46,17 +43,17 @@ HEADED_GLOBALLY = re.compile(
 )
 _OF_TOTAL = re.compile(r"\s*/\s*(\d{1,15})")
 _EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})", re.IGNORECASE)
-_NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
+NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _OPENED = r"(?:[\w.]+\(|[\['\"])*"
 """Opening text before a number: ``tensor(``, ``[``, a quotation mark."""
-_PAIRS = re.compile(
+PAIRS = re.compile(
     rf"['\"]([^'\"]{{1,120}})['\"]\s*[:=]\s*{_OPENED}({NUMBER})(?![\w.])"
     # a name of at most eight words: a line may hold a whole answer
     rf"|(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
     rf"\s*[:=]\s*{_OPENED}({NUMBER})(?![\w.]*\d)"
-    # no sign between: the name is known, or the line's parts are set apart
-    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost))"
-    rf"\]?\s+(?:is\s+)?({NUMBER})(?![\w.]*\d)"
+    # no sign between: the name is known, or the line's parts are set apart; a step may come first: loss 73 0.25
+    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost)(?:/[a-z]+)?)"
+    rf"\]?\s+(?:is\s+|\|\s+|\d+\s+(?=[-\d]|nan\b))?({NUMBER})(?![\w.]*\d)"
     rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
     re.IGNORECASE,
 )
@@ -67,6 +64,8 @@ _SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
 """What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
 _PLACE = re.compile(r"[\w/]+(?:\.\w+)+:\d{1,5}")
 """Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
+_UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb]|m?s|[a-z]+/s(?:ec|tep)?|s/[a-z]+) (?=\S)")
+"""A unit of the value before, at the beginning of a name."""
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
 
@@ -97,20 +96,20 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
             text = text.replace(inner[0], " ")
     words = [] if ":" in text or "=" in text else list(_WORDS.finditer(text))
     is_plain = len(words) > 1 and sum(len(found[0]) for found in words) == len(text.rstrip())
-    for found in words if is_plain else _PAIRS.finditer(text):
+    for found in words if is_plain else PAIRS.finditer(text):
         name, value = (found[found.lastindex - 1], found[found.lastindex])
         if name.count("(") > name.count(")"):  # behind a bracket that it does not close
             name = name.rpartition("(")[2]
         elif name.count("(") < name.count(")"):  # behind the value before it, as 0.5 (nan)
             name = name.partition(")")[2]
-        if not _PLACE.fullmatch(f"{name}:{value}") and (name := name.strip(" |,-(")):
+        if not _PLACE.fullmatch(f"{name}:{value}") and (name := _UNIT.sub("", name.strip(" |,-("))):
             made[intern(subject[1] + " " + name if subject and name in _STATISTICS else name)] = as_float(value)
     return made | norms
 
 
-_OF_TRAINING = re.compile(r"loss|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b", re.IGNORECASE)
+_OF_TRAINING = re.compile(r"loss|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE)
 _BLOCK = re.compile(
-    r"[=─━]{4,}\s*Step (\d{1,15})(?:/\d+)?\s*[=─━]{4,}|\bTrain step (\d{1,15})/\d+ done"
+    r"[=─━]{3,}(?: \[\w+\] -)?(?i:[ \w]*step) ?(\d{1,15})(?:/\d+)?\s*[=─━]{3,}|\bTrain step (\d{1,15})/\d+ done"
     r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$|(?:^|-- GLOBAL_)(?i:(?:global_)?step):? (\d{1,15})\s*$"
 )
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
@@ -120,14 +119,16 @@ _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
 )
 _HEADLINE = re.compile(
     r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,5}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
-    r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$",  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
+    r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$"  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
+    r"|\(global_step (\d{1,12})\)",  # Epoch 7 (global_step 2730) finished, as tensorpack has it
     re.IGNORECASE,
 )
+_RAY = re.compile(r"^\([^()]*pid=[^()]*\) ?")
+_YAML = re.compile(r"( *)([\w/.@-]+):(?: +(\S+))?\s*")
 _ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
 """A line that names an exception: its numbers are no metrics."""
 _ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
 """A line that is a name and a number."""
-_EPOCH_ALONE = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})(?:/\d+)?\b|^\s*(\d{1,9}) (?=[A-Za-z]\w* ?[:=])", re.IGNORECASE)
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
     r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+"
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
@@ -306,6 +307,11 @@ class Printed(Grammar):
         if any(self._bars.values()):
             self._first.setdefault(total, count)
 
+    def announce(self, step: str) -> None:
+        """Takes the step of a line that says no more, as the count of a bar without a total."""
+        if step.isdecimal():
+            self.draw(int(step), 0)
+
     def take(self, line: str, process: str) -> bool:
         start = 0 if _CUT_DICT.match(line) else line.find("{")
         if start < 0 or line.find("}", start) < 0 or line[:start].rstrip().endswith("="):  # a value among others
@@ -334,6 +340,8 @@ class Printed(Grammar):
                 if rows:
                     rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
                 return bool(rows)
+            if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
+                return True  # printed by a second handler
             self.is_counted = True
             self._bars[process].append(dict(self.bars))
             step = _next_step(rows, values.get("epoch"))
@@ -393,6 +401,8 @@ class Blocks(Grammar):
         """The step of each process' last headline."""
         self._process = ""
         """The process of the last headline, which the lines below it may not repeat."""
+        self._path: list[tuple[int, str]] = []
+        """The names, with their indents, that a line of YAML is below."""
         self._is_fresh = False
 
     @property
@@ -423,10 +433,22 @@ class Blocks(Grammar):
         step = self.steps.get(process)
         if step is None:
             return False
-        values = {name: as_float(value) for name, value in _CELL.findall(line)}
-        if line[:1].isspace() and ("=" in line or ": " in line) and "•" not in line and "│" not in line:
-            values |= pairs(line)
+        values = {name: as_float(value) for name, value in _CELL.findall(line)} or self.named(line)
+        if not values and line[:1].isspace() and ("=" in line or ": " in line):
+            values = pairs(line)
         return bool(values) and self.below(process, step, values)
+
+    def named(self, line: str) -> dict[str, float]:
+        """Return the value of a line of YAML by the names above it, as ``critic/score/mean``; empty of other lines."""
+        entry = _YAML.fullmatch(_RAY.sub("", line))
+        if entry is None:
+            return {}
+        while self._path and self._path[-1][0] >= len(entry[1]):
+            self._path.pop()
+        name, value = "/".join([*(name for _, name in self._path), entry[2]]), number(entry[3])
+        if not entry[3]:
+            self._path.append((len(entry[1]), entry[2]))
+        return {} if value is None else {intern(name): value}
 
 
 class Labelled(Grammar):
@@ -459,20 +481,20 @@ class Labelled(Grammar):
         return is_more
 
     def _take(self, line: str, process: str) -> bool:
-        head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and _HEADED_BY_STEP.search(line))
+        head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and HEADED_BY_STEP.search(line))
         head = head or _HEADED.search(line) or _IN_EPOCH.search(line) or _BATCH.search(line)
         if not head:
-            if "poch" in line and (epoch := _EPOCH.search(line)) and not _NOT_TRAINING.search(line):
+            if "poch" in line and (epoch := _EPOCH.search(line)) and not NOT_TRAINING.search(line):
                 self._epoch = float(epoch[1])
             return False
         values = pairs(line, head.end())
-        is_other = _NOT_TRAINING.search(line, 0, head.end()) is not None
+        is_other = NOT_TRAINING.search(line, 0, head.end()) is not None
         if is_other and not any(map(is_norm, values)):
             return False
         if not is_other:
             values = pairs(line, 0, head.start()) | values
         wanted = _wanted(values)
-        if not wanted or all(map(_NOT_TRAINING.match, wanted)):
+        if not wanted or all(map(NOT_TRAINING.match, wanted)):
             return False
         if " | Grad. Norm:" in line:
             self.title = "prime-rl's log"
@@ -481,27 +503,41 @@ class Labelled(Grammar):
         if head.re in (_BATCH, _IN_EPOCH):
             epoch, place, length = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
             values["epoch"] = float(epoch)
-            self.lengths[process][len(self.rows[process])] = int(length or 0)
             self._placed.add(process)
-            return self.add(process, int(place), values)
+            return self._place(process, int(place), int(length or 0), values)
         if epoch := _EPOCH.search(line, 0, head.start()):
             values.setdefault("epoch", float(epoch[1]))
         total = _OF_TOTAL.match(line, head.end(head.lastindex))
         if total and self._epoch is not None:
             values.setdefault("epoch", self._epoch)
-        if total and "epoch" in values:
-            self.lengths[process][len(self.rows[process])] = int(total[1])
-        step = next(filter(None, head.groups())).replace(",", "")
-        scale = {"k": 1e3, "m": 1e6}.get(step[-1].lower(), 1.0)  # 31K means a thousand steps
+        text = next(filter(None, head.groups())).replace(",", "")
+        scale = {"k": 1e3, "m": 1e6}.get(text[-1].lower(), 1.0)  # 31K means a thousand steps
         self.is_late |= scale > 1
-        return self.add(process, round(float(step.rstrip("KMkm")) * scale), values)
+        step = round(float(text.rstrip("KMkm")) * scale)
+        if total and "epoch" in values:
+            return self._place(process, step, int(total[1]), values)
+        return self.add(process, step, values)
+
+    def _place(self, process: str, place: int, length: int, values: dict[str, float]) -> bool:
+        """Adds what a line says of a place in an epoch; of one without norms, as an updated bar has, the last."""
+        rows = self.rows[process]
+        if (
+            rows
+            and rows[-1][0] == place
+            and rows[-1][1].get("epoch") == values["epoch"]
+            and not any(map(is_norm, values))
+        ):
+            rows[-1][1].update(values)
+            return True
+        self.lengths[process][len(rows)] = length
+        return self.add(process, place, values)
 
     def _goes_on(self, line: str, process: str) -> bool:
         """Adds what a line says of the step above it: an indented one, or what a terminal has wrapped."""
         values, above = pairs(line), self.rows[process][-1][1]
         if _ERROR.match(line) or not any(is_norm(name) or is_training_loss(name) for name in values):
             return False
-        is_more = values.keys().isdisjoint(above)
+        is_more = values.keys().isdisjoint(above) and (line[:1].isspace() or not NOT_TRAINING.search(line))
         self.num_again += not is_more and line[:1].isspace() and any(map(is_norm, values))
         if is_more:
             above.update(values)
@@ -553,17 +589,6 @@ class Labelled(Grammar):
         )
 
 
-class Epochs(Labelled):
-    """Lines that say an epoch alone: ``epoch: 7 loss: 0.1``, or ``7 Loss : 0.1``."""
-
-    title = "a line for each epoch"
-
-    def take(self, line: str, process: str) -> bool:
-        head = _EPOCH_ALONE.search(line)
-        values = pairs(line, head.end()) if head else {}
-        return bool(_wanted(values)) and self.add(process, int(head[1] or head[2]), values)
-
-
 class Headed(Blocks):
     """A line that says the step or epoch and nothing else, and lines with the values below it."""
 
@@ -583,12 +608,13 @@ class Headed(Blocks):
         if head := _HEADLINE.search(line):
             word = (head[1] or "step").lower()
             if word == self._word or not self.is_by_step:
-                self.steps[""], self._is_fresh, self._word = int(head[2] or head[3]), True, word
+                self.steps[""], self._is_fresh, self._word = int(head[2] or head[3] or head[4]), True, word
             return False
-        values = pairs(line) if self.steps else {}
+        values = self.named(line) or pairs(line) if self.steps else {}
         if _wanted(values):
-            return self.below(process, self.steps[""], values)
-        rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(line) else []
+            is_own = not self.is_by_step and "epoch" in values  # it says its epoch itself
+            return not is_own and self.below(process, self.steps[""], values)
+        rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(_RAY.sub("", line)) else []
         if rows and rows[-1][0] == self.steps[""]:
             rows[-1][1].update(values | rows[-1][1])
         return bool(rows)

@@ -21,13 +21,13 @@ from ...record.files import LITERAL, parse_json
 from ..errors import ReportError
 from .grammars import (
     DRAWN,
+    HEADED_BY_STEP,
     HEADED_GLOBALLY,
     NUMBER,
     Bar,
     Blocks,
     Console,
     ConsoleTable,
-    Epochs,
     Grammar,
     Headed,
     Json,
@@ -35,6 +35,7 @@ from .grammars import (
     Printed,
     as_float,
 )
+from .guessed import Guessed
 from .names import is_norm, number
 from .recording import Recording, Skip, flat
 from .source import Source
@@ -60,7 +61,8 @@ _SCALE = re.compile(
 )
 _NAN_LOSS = re.compile(
     r"diverged with loss|\bloss became (?:infinite|nan)|\bnan loss (?:encountered|during|detected|with)"
-    r"|(?:received|got|found|detected)(?: an?)? nan loss|\bloss is \S+ stop",
+    r"|(?:received|got|found|detected)(?: an?)? nan loss|\bloss is \S+ stop"
+    r"|loss = \S+ is not finite|unexpected result (?:nan|inf)",
     re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r"[=:]\s*-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,}))(?![\d,.])")
@@ -70,14 +72,14 @@ _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
-_OF_SKIPS = "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping".split("|")
+_OF_SKIPS = "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping|result".split("|")
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
     r"|saved checkpoint from iteration +(?P<iteration>\d{1,15}) to (?P<folder>[\w./~-]+)",
     re.IGNORECASE,
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
-_WORDS = tuple("tep { iter Iter • │ orm oss it/ poch pisode eward LOSS _STEP Cost [batch :[".split())
+_WORDS = tuple("tep { iter Iter • │ orm oss it/ poch pisode eward LOSS STEP Cost cost perplexity [batch :[".split())
 """Matches where a grammar may want a line: a quick look before any is tried."""
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
@@ -95,8 +97,8 @@ _CONFIG_LINES = 4000
 def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     console, json_lines, printed, labelled = Console(), Json(), Printed(), Labelled()
-    blocks, columns, headed = Blocks(), ConsoleTable(), Headed()
-    grammars = [console, json_lines, printed, blocks, Bar(), labelled, columns, Epochs(), headed]
+    blocks, columns, headed, guessed = Blocks(), ConsoleTable(), Headed(), Guessed()
+    grammars = [console, json_lines, printed, blocks, Bar(), labelled, columns, headed, guessed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
@@ -127,7 +129,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             saved[int(found["step"] or found["iteration"])] = found["path"] or found["folder"]
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
-        is_below = blocks.steps and line[:1].isspace() or headed.is_by_step and ": " in line or columns.names
+        is_below = blocks.steps and (line[:1].isspace() or line[-1:] == ":")
+        is_below = is_below or headed.is_by_step and ":" in line or columns.names
         if not (is_below or any(map(line.__contains__, _WORDS)) or "- " in line and _WRAPPED.search(line)):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
@@ -149,12 +152,17 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         num_bad += taken is None and line.startswith('{"')
         if taken is None and "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
             skipped.step = int(head[1])
+        if taken is None and "tep" in line and len(line) < _LONGEST_SHAPE and (head := HEADED_BY_STEP.search(line)):
+            printed.announce(head[1])
         if taken is not console and any(word in line for word in _OF_SKIPS):
             skipped.take(line, taken, process)
         is_sifting = not (config.is_open or blocks.steps or headed.is_by_step or columns.names)
     printed.count_by_bars()
     is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
-    best = max(grammars, key=lambda grammar: (grammar.num_norms, sum(map(len, grammar.rows.values()))))
+    best = max(grammars, key=_amount)
+    if 4 * _amount(best)[1] < guessed.num_kept and not best.num_norms or 2 * best.num_norms < num_seen > 8:
+        guessed.resolve()
+        best = max(grammars, key=_amount)
     if best is labelled and is_out_of_order:
         raise ReportError(
             f"{source.name} gives epoch and batch, not the step, and batches go back within an epoch, so steps cannot "
@@ -206,6 +214,11 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     return made
 
 
+def _amount(grammar: Grammar) -> tuple[int, int]:
+    """Return how many norms and rows a grammar has read."""
+    return grammar.num_norms, sum(map(len, grammar.rows.values()))
+
+
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 
 
@@ -220,7 +233,7 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             if "}" in line or len(parts) > 200:
                 yield " ".join(parts)
                 parts = []
-        elif line[:2] == "{'" and _DICT_BEGINS.match(line) or line.strip() == "{":
+        elif "{'" in line and line[0] != "(" and _DICT_BEGINS.search(line) or line.strip() == "{":
             parts = [line.rstrip()]
         else:
             yield line
@@ -257,8 +270,10 @@ class _Skipped:
     def found_in(self, best: Grammar) -> list[Skip]:
         """Return the skipped steps, each with the step of the log's own rows that it came after."""
         at = self._grammars.index(best)
+        found = [(skip, places[at]) for skip, places in self._found]
         return [
-            replace(skip, step=best.step_at(places[at])) if skip.step is None else skip for skip, places in self._found
+            replace(skip, step=best.step_at(place) if skip.step is None else skip.step, row=place and place[1])
+            for skip, place in found
         ]
 
 
@@ -388,10 +403,10 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
 
 # ---- out of the JSON that Docker, journald and the log stores of clouds put around each line
 
-_TEXTS = ("log", "MESSAGE", "message", "@message", "textPayload", "line", "msg", "body")
+TEXTS = ("log", "MESSAGE", "message", "@message", "textPayload", "line", "msg", "body")
 """The fields that hold a line."""
 _TIMES = ("timestamp", "@timestamp", "time", "ts", "__REALTIME_TIMESTAMP", "__CURSOR")
-_WRAPS = re.compile(rf'"(?:{"|".join(_TEXTS)})"\s*:\s*["\[]')
+_WRAPS = re.compile(rf'"(?:{"|".join(TEXTS)})"\s*:\s*["\[]')
 _TAG = re.compile(r"^\s*<\w+>|</\w+>\s*$")
 _CALL = re.compile(r"\b(?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*\(([-+.\deE]+|nan|inf)[^()]*\)")  # np.float64(0.3), tensor(0.3)
 _BARE = re.compile(r"(?<![\w.'\"])-?(?:nan|inf)(?![\w'\"])")
@@ -435,7 +450,7 @@ def _walk(entry: Any, time: Any) -> Iterator[tuple[Any, str]]:
             yield from _walk(part, time)
     elif isinstance(entry, dict):
         time = next((entry[name] for name in _TIMES if name in entry), time)
-        text = next((entry[name] for name in _TEXTS if isinstance(entry.get(name), str | list)), None)
+        text = next((entry[name] for name in TEXTS if isinstance(entry.get(name), str | list)), None)
         if isinstance(text, list) and text and all(isinstance(byte, int) and 0 <= byte < 256 for byte in text):
             text = bytes(text).decode("utf-8", errors="replace")  # journald's, of what is no plain text
         if isinstance(text, str):

@@ -24,7 +24,7 @@ ALIASES = {
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
     "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_mean avg_loss loss_step "
-    "lm_loss_value xent cost rmse_trn",
+    "lm_loss_value xent cost rmse_trn trl perplexity ppl",
     "critic/vf_loss": "vf_loss value_loss v_loss critic_loss value_function_loss mean_value_function_loss "
     "loss_value_avg",
     "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",
@@ -131,7 +131,7 @@ def step_name(names: Collection[str]) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _plain_step(name: str) -> str:
-    return re.sub(r"[\s.-]+", "_", name.lower()).strip('"_').removeprefix("train_")
+    return re.sub(r"[\s.-]+", "_", name.lower()).strip('"_').removeprefix("train_").removeprefix("time/")
 
 
 KEYS = tuple("metricname metric_name metric.name attribute_path metric key tag title name".split())
@@ -233,18 +233,26 @@ def is_training_loss(name: str) -> bool:
     return not is_other and (_LOSS.search(plain) is not None or plain == "value")
 
 
-def canonical(names: Iterable[str]) -> dict[str, str]:
-    """verl's name -> the name in the log, for the metrics that another trainer calls otherwise."""
-    names = list(names)
+def canonical(counts: Mapping[str, int]) -> dict[str, str]:
+    """verl's name -> the name in the log, for the metrics that another trainer calls otherwise; ``counts`` says how
+    many values each metric has.
+    """
+    most = max(counts.values(), default=0)
+
+    def is_rare(name: str) -> bool:
+        """Return whether it is logged as seldom as an evaluation."""
+        return 4 * counts[name] < most
+
     own: dict[str, str] = {}
-    for name in sorted(names, key=lambda name: ("raw" not in name, len(name))):  # before a group's mean is taken off
+    # "raw" is before a group's mean is taken off
+    for name in sorted(counts, key=lambda name: (is_rare(name), "raw" not in name, len(name))):
         known = REWARD if _is_reward(name) else _KNOWN.get(_plain(name))
-        if known is not None and known not in names and not re.match("eval|val(?!ue)|test", name):
+        if known is not None and known not in counts and not re.match("eval|val(?!ue)|test", name):
             own.setdefault(known, name)
-    if LOSS not in own and LOSS not in names and "actor/loss" not in names:
-        losses = [name for name in names if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]
+    if (LOSS not in own or is_rare(own[LOSS])) and LOSS not in counts and "actor/loss" not in counts:
+        losses = [name for name in counts if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]
         if losses:
-            own[LOSS] = min(losses, key=lambda name: ("total" not in name.lower(), len(name)))
+            own[LOSS] = min(losses, key=lambda name: (is_rare(name), "total" not in name.lower(), len(name)))
     return own
 
 
@@ -256,8 +264,8 @@ def _is_reward(name: str) -> bool:
     """
     words = _plain(name).split("_")
     rest = [word for word in words if word not in _REWARD_WORDS]
-    is_return = "return" in rest and bool({"ep", "episode", "episodic"} & {*rest})
-    return len(words) - len(rest) + is_return == 1 and {*rest} - {"return"} <= _OF_REWARD
+    is_return = bool({"return", "ret"} & {*rest} and {"ep", "episode", "episodic"} & {*rest})
+    return len(words) - len(rest) + is_return == 1 and {*rest} - {"return", "ret"} <= _OF_REWARD
 
 
 def _plain(name: str) -> str:

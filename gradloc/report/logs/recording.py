@@ -43,6 +43,8 @@ class Skip:
     """Whether the loss scale can fall no further."""
     is_nan_loss: bool = False
     """Whether the line says that the loss was NaN, and not that the step was skipped."""
+    row: int | None = None
+    """The place of the row that it came after, where one did."""
 
 
 @dataclass

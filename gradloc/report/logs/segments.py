@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import median
@@ -222,7 +222,9 @@ def _count_through_epochs(recording: Recording) -> None:
     known: list[tuple[int, float]] = []
     offsets: dict[float, int] = {}
     offset = 0
+    at_row: list[int] = []
     for step, values in rows:
+        at_row.append(offset)
         if not has_norms or any(map(is_norm, values)):
             epoch = next((value for name, value in values.items() if name.lower().endswith("epoch")), math.nan)
             last, its_epoch = known[-1] if known else (-1, math.nan)
@@ -248,9 +250,14 @@ def _count_through_epochs(recording: Recording) -> None:
                 known = []
             offsets.setdefault(epoch, offset)
             known.append((step, epoch))
+        at_row[-1] = offset
         made.append((step + offset, values))
     if any(offsets.values()):
         recording.rows, recording.is_counted = made, True
+        recording.skips = [
+            replace(skip, step=skip.step + at_row[skip.row]) if skip.row is not None and skip.step is not None else skip
+            for skip in recording.skips
+        ]
         recording.notes.append(f"The steps in {recording.source} start again in each epoch: they were added up.")
 
 

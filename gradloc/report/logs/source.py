@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import lzma
+import re
 import tarfile
 import tempfile
 import zipfile
@@ -63,12 +64,14 @@ class Source:
         return content
 
     def lines(self) -> Iterator[str]:
-        """Yield its lines without their ends: \n, \r\n or \r, as a progress bar's end in \r alone."""
+        """Yield its lines without their ends: \n, \r\n, or \r alone or backspaces, as a progress bar's."""
         reader = io.TextIOWrapper(self.stream, self.coding or "utf-8", errors="replace")
         try:
             while text := reader.read(HEAD):
                 if text[-1] != "\n":
                     text += reader.readline(LINE)
+                if "\b" in text:  # Keras goes back over its bar by backspaces
+                    text = re.sub("\b+", "\n", text)
                 yield from text.removesuffix("\n").split("\n")
         except UnicodeError as error:  # UTF-16 that is none after all
             self.notes.append(_cut(self.name, error))

@@ -14,6 +14,7 @@ from zipfile import ZipFile
 from ...explain.text import plural
 from ...record.files import COLUMNS, DOCUMENT, TAGS, VALUES, check_parquet
 from ..errors import ReportError
+from .lines import TEXTS, read_lines
 from .names import as_step, is_norm, listed, long_columns, number, numbers, step_name, step_of
 from .recording import Recording, gather
 from .source import Source
@@ -114,11 +115,23 @@ def read_columns(
     source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str = ",", form: str = ""
 ) -> list[Recording]:
     """Return the runs of a table whose head and rows are had, as texts; raises as :func:`read_table`."""
+    if (lines := _printed(names, rows)) is not None:
+        return read_lines(source, "\n".join(lines))
     table = _Table(source, names, rows, delimiter)
     table.form = form
     if table.step_at is not None and (long := table.long):
         return table.read_long(*long)
     return table.read_wide()
+
+
+def _printed(names: list[str], rows: Iterable[list[str]]) -> list[str] | None:
+    """Return the lines of a console in a log store's export, oldest first; None where no column has them."""
+    at = next((at for at, name in enumerate(names) if name.rpartition(".")[2].strip("@_").lower() in TEXTS), None)
+    if at is None or _step_column(names) is not None:
+        return None
+    when = next((at for at, name in enumerate(names) if re.search("time|date", name, re.IGNORECASE)), at)
+    kept = [cells for cells in rows if len(cells) > max(at, when)]
+    return [cells[at] for cells in (kept[::-1] if kept and kept[0][when] > kept[-1][when] else kept)]
 
 
 class _Table:
@@ -351,7 +364,7 @@ def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
         text = _COLOUR.sub("", line).strip()
         is_frame = bool(text) and _FRAME.fullmatch(text) is not None
         if len(text) > 2 and text[0] in _SIDES and text[-1] in _SIDES and not is_frame:
-            rows.append([cell.strip() for cell in re.split(f"[{_SIDES}]", text[1:-1])])
+            rows.append([cell.strip(" *`") for cell in re.split(f"[{_SIDES}]", text[1:-1])])
         elif rows and (not is_frame or len(rows) > 1 and _is_one_steps(rows[0])):
             yield rows
             rows = []
@@ -362,8 +375,10 @@ def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
 def _steps_in(box: list[list[str]]) -> Iterator[dict[str, float]]:
     """Yield the numbers of each step in a table, by their names."""
     if not _is_one_steps(box[0]):
-        rows = (numbers(dict(zip(box[0], cells, strict=False))) for cells in box[1:])
-        yield from filter(None, rows)
+        names, rows = box[0], box[1:]
+        if rows and len(rows[0]) == len(names) and not any(number(cell) is not None for cell in rows[0]):
+            names = [" ".join(parts).strip() for parts in zip(names, rows.pop(0), strict=True)]  # a head of two lines
+        yield from filter(None, (numbers(dict(zip(names, cells, strict=False))) for cells in rows))
         return
     values: dict[str, str] = {}
     for name, value in (cells for cells in box if len(cells) == 2):

@@ -165,15 +165,16 @@ def _by_the_log(verdict: Judgement, metrics: Metrics, at: int) -> Judgement:
 
     ``at`` is the place of the verdict's step.
     """
-    if not any(reason.metric in metrics.called or reason.name == "non_finite" for reason in verdict.reasons):
-        return verdict
+    logged = [values[at] for name in LOSSES if (values := metrics.series.get(name))]
+    losses = [loss for loss in logged if loss is not None]
+    is_skipped = bool(logged) and not losses  # Megatron leaves the loss out, and writes a norm of 0
     reasons = [
-        replace(reason, metric=metrics.called[reason.metric]) if reason.metric in metrics.called else reason
+        replace(reason, metric=metrics.called.get(reason.metric, reason.metric))
         for reason in verdict.reasons
+        if not (reason.name == "no_gradient" and is_skipped)
     ]
     unsound = [reason for reason in reasons if reason.name == "non_finite" and is_norm(reason.metric)]
     if unsound and verdict.state == STATES[-1]:
-        losses = [values[at] for name in LOSSES if (values := metrics.series.get(name)) and values[at] is not None]
         if losses and all(loss and math.isfinite(loss) for loss in losses):  # a Trainer writes 0 for a NaN
             lowered = replace(unsound[0], state=STATES[1], note="The loss is finite: such steps were skipped.")
             reasons[reasons.index(unsound[0])] = lowered

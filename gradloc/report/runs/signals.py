@@ -341,12 +341,13 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
     best: tuple[float, int, float] | None = None
     for at in range(_AROUND, len(known) if is_supervised(metrics) else 0):
         value = known[at][1]
-        if not value > 1.5 * known[at - 1][1] > 0:
+        if not value > 1.3 * known[at - 1][1] > 0:
             continue
         before = [earlier for _, earlier in known[max(at - 20, 0) : at]]
         was = median(before)
         scatter = median(abs(earlier - was) for earlier in before)
-        if value > 1.5 * max(before) and value - was > 12 * scatter and (best is None or value / was > best[0]):
+        is_sharp = value - was > (12 if value > 1.5 * max(before) else 40) * scatter
+        if value > 1.3 * max(before) and is_sharp and (best is None or value / was > best[0]):
             best = value / was, at, was
     if best is None:
         return None

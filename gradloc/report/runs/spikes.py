@@ -57,7 +57,14 @@ def missing_norm(metrics: Metrics, name: str) -> str:
         return ""
     known = [own for own in metrics.own_names if is_norm(own)]
     if known:
-        return f"{name} has several gradient norms. Name one with --metric: {listed(known)}."
+        peaks = {own: max(metrics.known(own), key=lambda point: point[1], default=(0, 0.0)) for own in known}
+        usual = {own: median(metrics.finite(own) or [1.0]) or 1.0 for own in known}
+        odd = max(known, key=lambda own: peaks[own][1] / usual[own])
+        step, peak = peaks[odd]
+        return (
+            f"{name} has several gradient norms; {odd} stands out the most: {number(peak, 3)} at step {step}, "
+            f"{number(peak / usual[odd], 3)} times its median. Name one with --metric: {listed(known)}."
+        )
     return (
         f"{name} has no gradient norm, such as grad_norm. If one of its metrics is one, name it with --metric: "
         f"{listed(metrics.own_names)}."

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads lines of names and numbers whose step no grammar knows: it is the whole number that rises from line to line."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from .grammars import NOT_TRAINING, PAIRS, Grammar, pairs
+from .names import is_norm, is_training_loss
+from .recording import Row
+
+_TIME = re.compile(
+    r"\d{4}[-/]\d\d[-/]\d\d|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?|\d+(?=:[a-z])|\S+\.py\b\S*|[IWE]\d{4} [\d:.]+ \d+", re.I
+)
+"""Dates, times, a process, and the place that printed a line."""
+_COUNT = re.compile(r"(?<![\w.:/])(?<!e-)(\d{1,12})(?:\s*/\s*\d+)?(?=[\s\]),:;|-]|epoch|batch|iter|step|$)", re.I)
+_NO_ROW = re.compile(rf"{NOT_TRAINING.pattern}|\bWARN|\bskip|not update|Error:", re.IGNORECASE)
+_OTHERS = re.compile(r"\bcost\b|perplexity|reward", re.IGNORECASE)
+"""Names of what is trained for, apart from losses."""
+_NO_STEP = re.compile(r"/|sec|time|mem|tok|lr|eta|loss|norm|speed|size|cost", re.IGNORECASE)
+"""Names of metrics that may rise from line to line and are no steps."""
+_EPOCHS = re.compile(r"\s(?=[Ee]poch\W)")
+_LONGEST, _MOST, _FEWEST = 1000, 200_000, 3
+"""Characters of a line, and lines, that are kept; lines by which a step is known."""
+
+
+class Guessed(Grammar):
+    """Lines with a norm or a training loss that no other grammar takes."""
+
+    title = "lines of names and numbers"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[tuple, dict[str, list[tuple[list[float], dict[str, float]]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        """By what lines say of a step, and the number of their counts, then by process: counts, and values."""
+        self.num_kept = 0
+
+    def take(self, line: str, process: str) -> bool:
+        """Keep a line, or its parts where it was joined of two epochs', for :meth:`resolve`; leave it to others."""
+        for part in _EPOCHS.split(line) if line.count("poch") > 1 else [line]:
+            self._look(part, process)
+        return False
+
+    def _look(self, line: str, process: str) -> None:
+        values = pairs(line) if len(line) < _LONGEST and self.num_kept < _MOST else {}
+        wanted = tuple(name for name in values if is_norm(name) or is_training_loss(name) or _OTHERS.search(name))
+        if wanted:
+            named = [found.span(found.lastindex) for found in PAIRS.finditer(line)]
+            text = _TIME.sub(lambda found: " " * len(found[0]), line)
+            free = [at for at in _COUNT.finditer(text) if not any(a <= at.start() < b for a, b in named)]
+            if named and not _NO_ROW.search(line, 0, named[0][0]):
+                self._kept[wanted, len(free)][process].append(([float(at[1]) for at in free], values))
+                self.num_kept += 1
+
+    def resolve(self) -> None:
+        """Make rows of the lines that are most, where a count says their step; lines with a norm are counted if none
+        does.
+        """
+        most = max(
+            self._kept, key=lambda key: (any(map(is_norm, key[0])), sum(map(len, self._kept[key].values()))), default=()
+        )
+        for process, lines in self._kept.get(most, {}).items():
+            values = [values for _, values in lines]
+            shared = [name for name in values[0] if all(name in row for row in values) and not _NO_STEP.search(name)]
+            columns = [
+                *zip(*(free for free, _ in lines), strict=True),
+                *([row[name] for row in values] for name in shared),
+            ]
+            rows = _placed(columns, values) if len(lines) >= _FEWEST else []
+            if not rows and len(lines) >= 2 * _FEWEST and any(map(is_norm, most[0])):
+                self.is_counted = True
+                rows = list(enumerate(values, 1))
+            if rows:
+                self.rows[process] = rows
+
+
+def _placed(columns: Sequence[Sequence[float]], values: Sequence[dict[str, float]]) -> list[Row]:
+    """Return rows at the steps of the column that rises, and with the epoch where it begins anew with each of one."""
+    whole = [column for column in columns if all(count.is_integer() for count in column)]
+    steady = [column for column in whole if all(a <= b for a, b in pairwise(column)) and len(set(column)) > 1]
+    for step in whole:
+        moves = Counter((b > a) - (b < a) for a, b in pairwise(step))
+        if 8 * moves[1] < len(step) - 1 or 2 * moves[-1] > moves[1] or not moves[1]:
+            continue
+        for epoch in steady if moves[-1] else ():
+            steps = pairwise(zip(epoch, step, strict=True))
+            if all((a[0] < b[0]) == (a[1] >= b[1]) for a, b in steps):
+                return [(int(at), {**row, "epoch": of}) for at, of, row in zip(step, epoch, values, strict=True)]
+        if 10 * moves[-1] <= moves[1]:
+            return [(int(at), row) for at, row in zip(step, values, strict=True)]
+    return []
