@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -82,20 +83,33 @@ def batches(rank: int, is_planted: bool) -> Any:
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weight
 
 
-def forward_step(iterator: Any, model: Any, is_loss_outside: bool) -> Any:
+def forward_step(iterator: Any, model: Any, is_loss_outside: bool, is_packed: bool) -> Any:
     ids, labels, weight = next(iterator)
-    places = torch.arange(T).expand(B, T)
-    later = torch.ones(T, T, dtype=torch.bool).triu(1)[None, None]
+    places: Any = torch.arange(T).expand(B, T)
+    later: Any = torch.ones(T, T, dtype=torch.bool).triu(1)[None, None]
+    more = {}
+    if is_packed:  # both rows in one sequence
+        ends = torch.arange(B + 1, dtype=torch.int) * T
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T
+        )
+        ids, labels, places, later, more = (
+            ids.view(1, -1),
+            labels.view(1, -1),
+            None,
+            None,
+            {"packed_seq_params": packed},
+        )
 
     def loss(output: torch.Tensor) -> Any:
         if is_loss_outside:
-            output = F.cross_entropy(output.float().flatten(0, 1), labels.flatten(), reduction="none").view(B, T)
-        total = (output.float() * weight).sum()
+            output = F.cross_entropy(output.float().flatten(0, 1), labels.flatten(), reduction="none")
+        total = (output.float().view(B, T) * weight).sum()
         if model.config.calculate_per_token_loss:
             return total, torch.tensor(B * T, dtype=torch.int), {}
         return total / (B * T), {}
 
-    return model(ids, places, later, labels=None if is_loss_outside else labels), loss
+    return model(ids, places, later, labels=None if is_loss_outside else labels, **more), loss
 
 
 def clip_twice() -> list[list[torch.Tensor]]:
@@ -126,6 +140,8 @@ def train(
     is_planted: bool = True,
     is_tied: bool = False,
     is_loss_outside: bool = False,
+    is_packed: bool = False,
+    asks_norm: bool = False,
     has_optimizer: bool = True,
     clip_grad: float = 1.0,
     tensor: int = 1,
@@ -146,13 +162,14 @@ def train(
     with lines_of("gradloc") as said:
         watch = gradloc.Watch(chunks, given, folder, action, trigger=TAU, **settings) if folder else None
     data, norms, ended = batches(dist.get_rank(), is_planted), [], ""
+    spiked = [labels for _, labels, _ in batches(dist.get_world_size() - 1, is_planted)][2 * SPIKE - 1]
     try:
         for _ in range(STEPS):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
             get_forward_backward_func()(
-                forward_step_func=partial(forward_step, is_loss_outside=is_loss_outside),
+                forward_step_func=partial(forward_step, is_loss_outside=is_loss_outside, is_packed=is_packed),
                 data_iterator=data,
                 model=chunks,
                 num_microbatches=2,
@@ -160,6 +177,9 @@ def train(
                 micro_batch_size=B,
                 forward_only=False,
             )
+            if asks_norm:  # as slime, which takes no step where it is not finite
+                optimizer.prepare_grads()
+                assert optimizer.get_grad_norm() > 0
             is_taken, norm, _ = optimizer.step()
             assert is_taken
             norms.append(float(norm))
@@ -168,4 +188,11 @@ def train(
     weights = [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
     weights += [param.detach().clone() for leaf in optimizer.chained_optimizers for param in leaf.get_parameters()]
     is_off = watch is not None and watch.localizer.num_failures
-    return {"weights": weights, "norms": norms, "ended": ended, "is_off": is_off, "said": said}
+    return {
+        "weights": weights,
+        "norms": norms,
+        "ended": ended,
+        "is_off": is_off,
+        "said": said,
+        "token": int(spiked[PLANT]),
+    }

@@ -16,6 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"is_tied": True},
     "per token": {"more": {"calculate_per_token_loss": True}},
     "logits": {"is_loss_outside": True},
+    "slime's": {"is_loss_outside": True, "is_packed": True, "asks_norm": True, "dtype": "bfloat16"},
     "recomputed": {"more": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
     "not clipped": {"clip_grad": 0.0},
     "a group of its own norm": {"more": {"mtp_group": "output_layer"}},
@@ -44,19 +45,20 @@ def train() -> Iterator[Callable[..., list[dict[str, Any]]]]:
         yield run
 
 
-def check_named(folder: Path, norm: float) -> None:
+def check_named(folder: Path, stock: dict[str, Any]) -> None:
     (event,) = events_in(folder)
     (culprit,) = event["culprits"]
     assert (event["step"]["global_step"], culprit["rank"], culprit["positions"]) == (3, 1, [5])
+    assert culprit["token_ids"] == [stock["token"]]
     assert event["certificate"]["verdict"] == "explained"
-    assert event["certificate"]["norm_before"] == pytest.approx(norm, rel=1e-3)
+    assert event["certificate"]["norm_before"] == pytest.approx(stock["norms"][2], rel=1e-3)
 
 
 @pytest.mark.parametrize(("dtype", "is_distributed"), LAYOUTS)
 def test_the_planted_token_is_named_and_explained_and_the_run_is_its_own(train, tmp_path, dtype, is_distributed):
     stock, observed = train(dtype, is_distributed), train(dtype, is_distributed, folder=str(tmp_path))
     assert are_same(stock, observed) and stock[0]["norms"] == observed[0]["norms"]
-    check_named(tmp_path, stock[0]["norms"][2])
+    check_named(tmp_path, stock[0])
 
 
 @pytest.mark.parametrize(("dtype", "is_distributed"), LAYOUTS)
@@ -71,7 +73,7 @@ def test_a_loop_of_another_shape(train, tmp_path, shape):
     assert are_same(train(**given), train(folder=str(tmp_path / "observe"), **given))
     masked, without = train(folder=str(tmp_path), action="mask", **given), train(is_planted=False, **given)
     assert are_same(masked, without)
-    check_named(tmp_path / "observe", train(**given)[0]["norms"][2])
+    check_named(tmp_path / "observe", train(**given)[0])
 
 
 @pytest.mark.parametrize(("dtype", "is_distributed"), LAYOUTS[1:3])

@@ -43,7 +43,6 @@ def install() -> None:
     _take_local_layers()
     _take_local_experts()
     _gather_uneven_parts()
-    _attend_without_kernels()
     _allow_norms_with_sequence_parallelism()
     _read_out_without_triton()
     _offload_within_one_memory()
@@ -58,6 +57,7 @@ def install_without_verl() -> None:
     _take_the_cpu_for_the_gpu()
     _share_the_random_state()
     _make_shards_leaves()
+    _attend_without_kernels()
 
 
 def engine_in(dtype: str) -> Any:
