@@ -37,10 +37,13 @@ TAU = {"tau": 100.0}
 
 
 def make_parallel(tensor: int) -> None:
-    """Forget an earlier loop's process groups, and make those of this one."""
+    """Make the loop's process groups, unless an earlier loop has them: gloo's threads outlive a group."""
     without_gpu.install_without_verl()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor)
+    elif parallel_state.get_tensor_model_parallel_world_size() != tensor:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
@@ -161,7 +164,7 @@ def train(
     given = optimizer if has_optimizer else None
     with lines_of("gradloc") as said:
         watch = gradloc.Watch(chunks, given, folder, action, trigger=TAU, **settings) if folder else None
-    data, norms, ended = batches(dist.get_rank(), is_planted), [], ""
+    data, norms, ended, norm_of_all = batches(dist.get_rank(), is_planted), [], "", 0.0
     spiked = [labels for _, labels, _ in batches(dist.get_world_size() - 1, is_planted)][2 * SPIKE - 1]
     try:
         for _ in range(STEPS):
@@ -183,6 +186,9 @@ def train(
             is_taken, norm, _ = optimizer.step()
             assert is_taken
             norms.append(float(norm))
+            if len(norms) == SPIKE:  # Megatron's own leaves out a group that has a norm of its own
+                groups = getattr(optimizer, "grad_norms_by_group", {})
+                norm_of_all = float(torch.tensor([norm, *groups.values()]).norm())
     except AbortedBySpike as error:
         ended = str(error)
     weights = [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
@@ -195,4 +201,5 @@ def train(
         "is_off": is_off,
         "said": said,
         "token": int(spiked[PLANT]),
+        "norm_of_all": norm_of_all,
     }

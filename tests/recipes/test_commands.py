@@ -12,7 +12,7 @@ import pytest
 from lab.experiments import environment
 from lab.experiments.environment import ensure_python
 from tests.conftest import ROOT
-from tests.recipes.material import PLANTED, ROWS, STEP
+from tests.recipes.material import LENGTH, PLANTED, ROWS, STEP
 
 STEPS = 8
 LLAMAFACTORY = {
@@ -82,5 +82,7 @@ def commands(material: Path) -> dict[str, tuple[Any, list[str]]]:
 @pytest.mark.parametrize("trainer", ["LLaMA-Factory", "ms-swift", "TRL"])
 def test_the_damaged_document_is_named(material, tmp_path, trainer):
     kind, command = commands(material)[trainer]
-    run(kind, tmp_path, "python", "-m", "gradloc.command", "run", f"folder={tmp_path}", "trigger.tau=4", *command)
+    # a supervised loss pulls all tokens alike, so each of the document's is named by itself
+    settings = [f"folder={tmp_path}", "trigger.tau=4", f"search.max_culprits={LENGTH + 1}"]
+    run(kind, tmp_path, "python", "-m", "gradloc.command", "run", *settings, *command)
     check_named(tmp_path)
