@@ -79,6 +79,12 @@ def commands(material: Path) -> dict[str, tuple[Any, list[str]]]:
     }
 
 
+def test_it_is_named_in_a_loop_that_fabric_runs(material, tmp_path):
+    loop = str(ROOT / "tests/recipes/fabric.py")
+    run(environment.DEMO, tmp_path, "fabric", "run", "--accelerator=cpu", loop, str(material), str(tmp_path))
+    check_named(tmp_path)
+
+
 @pytest.mark.parametrize("trainer", ["LLaMA-Factory", "ms-swift", "TRL"])
 def test_the_damaged_document_is_named(material, tmp_path, trainer):
     kind, command = commands(material)[trainer]
