@@ -60,6 +60,7 @@ VLLM = Environment("venv-vllm", ("verl09.txt",), ("vllm.txt",), "VERL09_PYTHON")
 TRL = Environment("venv-trl", ("trl.txt",), variable="TRL_PYTHON")
 LOOP = Environment("venv-loop", ("loop.txt",), variable="LOOP_PYTHON")
 DEEPSPEED = Environment("venv-deepspeed", ("deepspeed.txt",), variable="DEEPSPEED_PYTHON")
+TITAN = Environment("venv-titan", ("titan.txt",), variable="TITAN_PYTHON")
 SWIFT = Environment("venv-swift", ("swift.txt",), variable="SWIFT_PYTHON")
 LLAMAFACTORY = Environment(
     "venv-llamafactory", ("llamafactory.txt",), ("llamafactory-alone.txt",), "LLAMAFACTORY_PYTHON"

@@ -12,6 +12,7 @@ import pytest
 from lab.experiments import environment
 from lab.experiments.environment import ensure_python
 from tests.conftest import ROOT
+from tests.recipes import titan
 from tests.recipes.material import LENGTH, PLANTED, ROWS, STEP
 
 STEPS = 8
@@ -36,6 +37,10 @@ TRL = f"""--max_steps {STEPS} --per_device_train_batch_size {ROWS} --gradient_ac
 --train_sampling_strategy sequential --logging_steps 1 --report_to none --save_strategy no --use_cpu --dtype float32
 --bf16 false"""
 
+TITAN = """--model.name llama3 --model.flavor debugmodel --training.dataset c4_test --training.steps 14
+--training.local_batch_size 4 --training.seq_len 64 --training.mixed_precision_param float32 --optimizer.lr 3e-3
+--lr_scheduler.warmup_steps 5 --experimental.custom_import tests.recipes.titan.watch"""
+
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -51,8 +56,10 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(kind: Any, folder: Path, *command: str, offline: bool = True) -> None:
     """Run a command with an environment's programs first on PATH."""
     bin_folder = Path(ensure_python(kind)).parent
+    first = [str(ROOT / "tests/recipes/without_gpu")] if kind is environment.TITAN else []
     absent = [str(ROOT / "tests/recipes/absent")] if kind is environment.LLAMAFACTORY else []
-    own = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(ROOT), *absent])}
+    own = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([*first, str(ROOT), *absent])}
+    own |= {"GRADLOC_TITAN_FOLDER": str(folder)}
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **quiet, **own}, capture_output=True, text=True, check=False
@@ -60,11 +67,11 @@ def run(kind: Any, folder: Path, *command: str, offline: bool = True) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
-def check_named(folder: Path) -> None:
+def check_named(folder: Path, step: int = STEP, row: int = PLANTED % ROWS) -> None:
     """One event, in the planted document's step: all that is named is in its row, and it is explained."""
     (event,) = [json.loads(line) for line in (folder / "gradloc" / "events.jsonl").read_text().splitlines()]
-    assert event["step"]["global_step"] == STEP
-    assert {culprit["row"] for culprit in event["culprits"]} == {PLANTED % ROWS}
+    assert event["step"]["global_step"] == step
+    assert {culprit["row"] for culprit in event["culprits"]} == {row}
     assert event["certificate"]["verdict"] == "explained"
 
 
@@ -77,6 +84,14 @@ def commands(material: Path) -> dict[str, tuple[Any, list[str]]]:
         "ms-swift": (environment.SWIFT, [*swift, *SWIFT.split()]),
         "TRL": (environment.TRL, [*trl, *TRL.split()]),
     }
+
+
+def test_it_is_named_in_torchtitans_trainer(material, tmp_path):
+    run(environment.TITAN, tmp_path, "python", "-m", "tests.recipes.titan", str(tmp_path / "data"))
+    paths = ["--model.hf_assets_path", str(material / "model"), "--training.dataset_path", str(tmp_path / "data")]
+    command = ["torchrun", "--nproc_per_node=1", "-m", "torchtitan.train", *paths, *TITAN.split()]
+    run(environment.TITAN, tmp_path, *command)
+    check_named(tmp_path, titan.STEP, titan.ROW)
 
 
 def test_it_is_named_in_a_loop_that_fabric_runs(material, tmp_path):
