@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import csv
 import re
-import zlib
 from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from sys import intern
 from typing import Any, TypeVar
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..record.files import DOCUMENT, LINE, MB, UNPACKED, check_parquet, is_bomb, parse_json, read_bytes
+from ..record.files import DOCUMENT, LINE, MB, UNPACKED, columns_of_parquet, is_bomb, parse_json, read_bytes
 from .columns import Columns, MismatchError, columns
 
 Made = TypeVar("Made")
@@ -125,14 +124,15 @@ def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
             return reader(given)
     except MismatchError:
         raise
-    except (ValueError, TypeError, LookupError, OSError, EOFError, BadZipFile, zlib.error, csv.Error) as error:
+    except Exception as error:  # each format's library has kinds of its own
         raise MismatchError(f"{file} cannot be read ({error}): it may be cut short, or another kind of file.") from None
 
 
 def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
     """Return the columns by our names, an array for each row; a flat column is cut where the row's name changes."""
-    if not len(table["rollout"]):
-        raise ValueError("it has no row")
+    sizes = [(len(column), getattr(column, "nbytes", len(column))) for column in table.values()]
+    if not len(table["rollout"]) or any(num_rows > num_bytes for num_rows, num_bytes in sizes):
+        raise ValueError("it has no row, or rows of nothing")
     if np.ndim(table["rollout"][0]) > 0:
         return {
             name: [np.ravel(np.asarray(row, None if name in ("group", "row") else float)) for row in rows]
@@ -208,11 +208,13 @@ def _parquet(file: Path) -> Mapping[str, Any]:
         import pyarrow.parquet as pq
     except ImportError:
         raise MismatchError(f"{file} needs pyarrow: pip install pyarrow, or write a .csv or .npz.") from None
-    data = pq.read_metadata(file)
-    check_parquet(data, file.stat().st_size)
-    names = dict.fromkeys(data.schema.to_arrow_schema().names)
-    found = pq.read_table(file, columns=[name for theirs in NAMES.values() for name in theirs if name in names])
-    return names | {name: found[name].to_numpy() for name in found.column_names}
+    types = columns_of_parquet(pq.read_metadata(file), file.stat().st_size)
+    names = [name for theirs in NAMES.values() for name in theirs if name in types]
+    texts = [name for name in names if types[name].endswith(("string", "binary"))]
+    found = pq.read_table(file, columns=names, read_dictionary=texts)
+    numbers = {name: found[name].to_numpy() for name in names if name not in texts}
+    codes = {name: found[name].unify_dictionaries().combine_chunks().indices.to_numpy(False) for name in texts}
+    return dict.fromkeys(types) | numbers | codes
 
 
 def _safetensors(file: Path) -> Mapping[str, Any]:

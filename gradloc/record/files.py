@@ -7,6 +7,7 @@ A log or a bundle may come from a stranger. Every limit of a reader is here; doc
 import errno
 import json
 import os
+import re
 import secrets
 import stat
 from contextlib import suppress
@@ -22,14 +23,21 @@ LITERAL = MB // 2  # values in a Python literal, which takes ten times the memor
 RATIO, FREE = 40, 10 * MB  # bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one
 UNPACKED = 4_000 * MB  # bytes that an archive, a packed file or a pipe may hold
 MEMBERS = 10_000  # files in an archive
-HEADER = 64_000  # bytes of a long name or of attributes in a tar
+HEADER = 64_000  # bytes of a long name or of attributes in a tar, of a name or a comment in a gzip
 RECORD = 8 * MB  # bytes of a record in a stream of records
 LINE = 1 << 22  # characters of a line that are read as one; a longer line is no log's
 SHEET = 48 * MB  # bytes of a spreadsheet unpacked
 TAGS = MB // 2  # tags and attributes between two rows of a spreadsheet
 COLUMNS = 4096  # columns of a table
+NAME = 500  # characters of a metric's or a setting's name, with what it is nested in
 CELLS = 4 * MB  # steps times metrics, where there are fewer than a quarter as many values
 SETTINGS = MB // 5  # bytes of a run's config, and values that its anchors may make of it
+_NUMBER = r"(?:u?int\d+|halffloat|float|double|bool)"
+_TEXT = r"(?:large_)?(?:string|binary)"
+_OF_PARQUET = re.compile(
+    rf"{_NUMBER}|{_TEXT}|null|(?:decimal|date|time|duration).*|dictionary<values=(?:{_NUMBER}|{_TEXT}),.*"
+    rf"|(?:large_)?list<\w+: {_NUMBER}(?: not null)?>"
+)
 QUERY_SECONDS = 8.0  # seconds between two rows of a database
 
 
@@ -69,12 +77,19 @@ def is_larger(value: Any, most: int) -> bool:
     return count > most
 
 
-def check_parquet(data: Any, size: int) -> None:
-    """Raise ValueError where the metadata of a parquet of ``size`` bytes announces more values than bytes."""
+def columns_of_parquet(data: Any, size: int) -> dict[str, str]:
+    """Return the types of a parquet's columns by name, of those whose values are no larger than is announced: numbers,
+    lists of numbers, and texts, which are to be read as a dictionary.
+
+    Raises:
+        ValueError: the metadata of ``size`` bytes announces more values than bytes.
+    """
     groups = [data.row_group(at) for at in range(data.num_row_groups)]
     counts = [sum(group.column(at).num_values for group in groups) for at in range(min(data.num_columns, COLUMNS))]
     if max([data.num_rows, *counts]) > size or data.num_columns > COLUMNS:
         raise ValueError(f"{data.num_rows:,} rows and {data.num_columns:,} columns in {size:,} bytes")
+    types = {field.name: str(field.type) for field in data.schema.to_arrow_schema()}
+    return {name: kind for name, kind in types.items() if _OF_PARQUET.fullmatch(kind)}
 
 
 def is_bomb(unpacked: int, packed: int) -> bool:

@@ -183,5 +183,5 @@ def load_states(parts: Mapping[str, Any], folder: str) -> None:
             continue
         try:
             part.load_state(states[name])
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except Exception:
             logger.exception("gradloc: the state of %s in %s cannot be used; it starts anew", name, path)

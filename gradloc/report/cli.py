@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         warnings.simplefilter("ignore", UserWarning)  # other packages' words on a file
         return _module(args.command).run(args)
     except ReportError as error:
-        say(f"gradloc: {one_line(str(error))}", sys.stderr)
+        say(f"gradloc: {one_line(str(error), 5000)}", sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

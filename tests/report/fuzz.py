@@ -8,6 +8,7 @@ docs/security.md says what the last run found. What was found stays in test_fuzz
 
 import argparse
 import contextlib
+import copy
 import gzip
 import io
 import itertools
@@ -111,7 +112,7 @@ def damaged(draw: Any, reader: str) -> tuple[str, bytes]:
     content = bytearray(given_bytes)
     for _ in range(draw(st.integers(1, 6))):
         at, length = draw(st.integers(0, len(content))), draw(st.integers(1, 200))
-        kind = draw(st.integers(0, 7))
+        kind = draw(st.integers(0, 8))
         if kind == 0:
             content[at : at + length] = b""
         elif kind in (1, 2):
@@ -122,11 +123,36 @@ def damaged(draw: Any, reader: str) -> tuple[str, bytes]:
             content[at : at + 8] = draw(st.binary(min_size=1, max_size=8))
         elif kind == 5:
             content[at:] = b"" if draw(st.booleans()) else draw(st.sampled_from(known))[1][at:]
+        elif kind == 6 and (grafted := _grafted(draw, bytes(content))):
+            content[:] = grafted
         elif number := _numbers(bytes(content)):
             begin, end = draw(st.sampled_from(number))
             value = draw(st.one_of(st.integers(), st.floats(), st.none(), st.booleans(), st.text(max_size=3)))
             content[begin:end] = json.dumps(value).encode()
     return name, bytes(content)
+
+
+def _grafted(draw: Any, content: bytes) -> bytes | None:
+    """JSON, or one line of it, with a part put in place of another one; None where there is none."""
+    lines = [content] if content.count(b"\n") > 200 or content[:2] in (b"{\n", b"[\n") else content.split(b"\n")
+    at = draw(st.integers(0, len(lines) - 1))
+    try:
+        value = json.loads(lines[at])
+    except (ValueError, RecursionError):
+        return None
+    places, left = [], [value]
+    while left and len(places) < 2000:
+        part = left.pop()
+        inner = [*part.items()] if isinstance(part, dict) else [*enumerate(part)] if isinstance(part, list) else []
+        places += [(part, key) for key, _ in inner]
+        left += [each for _, each in inner]
+    if not places:
+        return None
+    (part, key), (other, name) = draw(st.sampled_from(places)), draw(st.sampled_from(places))
+    given = draw(st.sampled_from([other[name], [other[name]], {"step": other[name]}, 5, "abc", [], {}, [5], None]))
+    part[key] = copy.deepcopy(given)
+    lines[at] = json.dumps(value).encode()
+    return b"\n".join(lines)
 
 
 def _numbers(content: bytes) -> list[tuple[int, int]]:

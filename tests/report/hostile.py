@@ -29,6 +29,9 @@ GOOD = "\n".join(ROWS) + "\n"
 NORMS = "".join(f"step:{step} - actor/grad_norm:1.{step % 7}\n" for step in range(1, 40))
 
 
+_MANY_KEYS = {f"a{at}": 1 for at in range(20_000)}
+
+
 def _among(line: str) -> str:
     return GOOD + line + "\n" + GOOD.replace('"step": ', '"step": 10')
 
@@ -78,6 +81,12 @@ TEXTS: dict[str, Callable[[], str | bytes]] = {
         for at in range(150)
     ),
     "digit-keys.json": lambda: json.dumps({"9" * 5_000: {"grad_norm": 1.0}, "1": {"grad_norm": 2.0}}),
+    "nested-in-2-mb.jsonl": lambda: GOOD + json.dumps({"step": 50, "grad_norm": 1.0, "k" * 2_000_000: _MANY_KEYS}),
+    "nested-in-2-mb.log": lambda: NORMS + str({"step": 50, "grad_norm": 1.0, "k" * 2_000_000: _MANY_KEYS}) + "\n",
+    "series-in-2-mb.json": lambda: json.dumps({"k" * 2_000_000: dict.fromkeys(_MANY_KEYS, {"x": [1], "y": [1]})}),
+    "long-names.csv": lambda: f"step,{','.join(at * 100_000 for at in 'abcdefghij')}\n" + "1,2,3,4,5,6,7,8,9,1,2\n" * 2,
+    "long-head.csv": lambda: f"{','.join(at * 100_000 for at in 'abcdefghij')}\n" + "1,2,3,4,5,6,7,8,9,1\n" * 2,
+    "tags.ipynb": lambda: json.dumps({"cells": [{"outputs": [{"data": {"text/html": "<tr" + "<td" * 3_000_000}}]}]}),
     "folder-of-5000.log": lambda: f"trainer.default_local_dir={'x' * 5_000}\n{{'output_dir': '{'x' * 5_000}'}}\n"
     + NORMS,
     "names.jsonl": lambda: "".join(f'{{"step": {at}, "grad_norm": 1, "m{at}": 1}}\n' for at in range(1_500)),
@@ -194,6 +203,8 @@ PACKED: dict[str, Callable[[], bytes]] = {
     "rows.log.zst": lambda: _zstd(b"step:1 - grad_norm:1\n" * 20_000_000),
     "deep.tar": lambda: tar_of([*((("a/" * depth + "f"), _FILE, b"x") for depth in (400, 1_200, 1_900)), _RUN]),
     "header.tar": lambda: tar_of([_RUN], pax_headers={"comment": "x" * (20 * MB)}),
+    "name.log.gz": lambda: b"\x1f\x8b\x08\x08" + bytes(6) + b"a" * (60 * MB),
+    "comment.log.gz": lambda: gzip.compress(NORMS.encode()) + b"\x1f\x8b\x08\x10" + bytes(6) + b"a" * (60 * MB),
     "escape.tar": lambda: tar_of([("run\x1b]0;x\x07\u202e.jsonl", _FILE, GOOD.encode())]),
 }
 
@@ -223,6 +234,8 @@ _HEAVY = "create table metrics(id, run_id, run_name, step, blob, metrics as (hex
 _VIEW = f"create view metrics as {_ENDLESS} x id, 'r' run_id, 'r' run_name, x step, '' metrics from c"
 _RUNS = "with recursive c(x) as (select 1 union all select x+1 from c where x < 50000) select 'r', x from c"
 _STEPS = [(at, "r", "r", at, '{"grad_norm": 1}') for at in range(9)]
+_UNSEEN = "create table metrics(id, run_id, run_name, step, blob, metrics as/**/(hex(zeroblob(100000000))))"
+_LONG_KEY = json.dumps({"k" * MB: {f"a{at}": 1 for at in range(50_000)}})
 _SORTED = f"create view runs as {_ENDLESS} x as run_uuid, x as name from c order by x desc"
 STORES: dict[str, Callable[[], bytes]] = {
     "parts.wandb": lambda: _blocks(b"", 4_000_000),
@@ -232,6 +245,11 @@ STORES: dict[str, Callable[[], bytes]] = {
     "view.db": lambda: _database(_VIEW),
     "view-of-runs.db": lambda: _database("create table metrics(run_uuid,timestamp,step,key,value,is_nan)", _SORTED),
     "computed.db": lambda: _database(_HEAVY),
+    "computed-unseen.db": lambda: _database(_UNSEEN),
+    "view-behind-others.db": lambda: _database(*(f"create table t{at}(a)" for at in range(1_001)), _VIEW),
+    "nested-in-1-mb.db": lambda: _database(
+        _TRACKIO, "create table configs(run_id, config)", f"insert into configs values('r','{_LONG_KEY}')", rows=_STEPS
+    ),
     "bytes.db": lambda: _database(
         _TRACKIO, rows=[(at, b"\xff", "r\x1b[2J", at, b'{"grad_norm": 1}') for at in range(40)]
     ),
@@ -263,6 +281,11 @@ def _parquet(name: str) -> bytes:
         columns["text"] = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), texts)
     if name == "columns.parquet":
         columns |= {f"a{at}": pa.array([1.0] * count) for at in range(5_000)}
+    if name == "fixed.parquet":
+        columns["text"] = pa.array([b"x" * (4 * MB)] * count, pa.binary(4 * MB))
+    if name == "lists.parquet":
+        text = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["x" * (8 * MB)]))
+        columns["text"] = pa.ListArray.from_arrays(pa.array(range(count + 1), pa.int32()), text)
     table = pa.table(columns)
     with pq.ParquetWriter(made, table.schema, compression="zstd") as writer:
         for _ in range(30 if name == "rows.parquet" else 1):
@@ -302,7 +325,8 @@ def _before_end(rows: bytes) -> Callable[[bytes], bytes]:
 _PASSWD = b'<!DOCTYPE l [<!ENTITY j SYSTEM "file:///etc/passwd">]>'
 COLUMNS: dict[str, Callable[[], bytes]] = {
     **{name: lambda name=name: _parquet(name) for name in ("rows.parquet", "texts.parquet", "columns.parquet")},
-    **{name: lambda name=name: _parquet(name) for name in ("cut.parquet", "footer.parquet")},
+    **{name: lambda name=name: _parquet(name) for name in ("cut.parquet", "footer.parquet", "fixed.parquet")},
+    "lists.parquet": lambda: _parquet("lists.parquet"),
     "far.xlsx": lambda: _workbook(_before_end(_FAR)),
     "last.xlsx": lambda: _workbook(_before_end(b'<row r="1048576"><c r="XFD1048576"><v>1</v></c></row>')),
     "row.xlsx": lambda: _workbook(_before_end(b'<row r="99999999999"><c r="A1"><v>1</v></c></row>')),

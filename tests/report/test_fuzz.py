@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every reader gives an answer or one sentence, whatever the bytes; what longer runs of the fuzzer found stays here."""
 
+import io
 import json
 
 import pytest
@@ -35,6 +36,30 @@ def _signalling() -> bytes:
     return len(header).to_bytes(8, "little") + header + b"\0\0\xa0\x7f" * 4  # a signalling NaN
 
 
+def _no_rows() -> bytes:
+    import numpy
+
+    numpy.savez(sink := io.BytesIO(), rollout=numpy.ones((2_000_000_000, 0)), trainer=numpy.ones((2_000_000_000, 0)))
+    return sink.getvalue()
+
+
+def _prompts() -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count = 1_000
+    prompt = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["x" * 8_000_000]))
+    norms = pa.array([-0.001 * at for at in range(count)])
+    table = pa.table({"rollout_log_probs": norms, "old_log_probs": norms, "prompt": prompt})
+    pq.write_table(table, sink := io.BytesIO(), compression="zstd")
+    return sink.getvalue()
+
+
+_CELLS = [
+    {"outputs": 5},
+    {"outputs": {"a": 1}},
+    {"outputs": [5, {"data": 5}, {"data": {"text/html": [5]}}, {"text": 7}]},
+]
 FOUND = {
     "a literal whose keys are numbers": ("documents", "a.json", b"{1.5: [1, 2], 'x': [1]}"),
     "a number that Python warns of": ("documents", "a.json", b"{'grad_norm': 65or 2}"),
@@ -42,6 +67,12 @@ FOUND = {
     "a name of two lines": ("streams", "a.jsonl", b'{"step": 1, "lo\\nss": 2}\n' * 40),
     "a packed part that is damaged": ("archives", "a.zip", None),
     "log-probs that are not finite": ("mismatch", "a.safetensors", None),
+    "a length without end": ("mismatch", "a.jsonl", b'{"rollout": [-1], "trainer": [-1], "input_lengths": [1e999]}'),
+    "a tensor that is a number": ("mismatch", "b.safetensors", (7).to_bytes(8, "little") + b'{"a":5}'),
+    "rows of nothing": ("mismatch", "a.npz", None),
+    "a long prompt that each row has": ("mismatch", "a.parquet", None),
+    "a notebook of other types": ("documents", "a.ipynb", json.dumps({"cells": [*_CELLS, 5]}).encode()),
+    "points among others": ("documents", "a.json", b"[[0.5, 1, 2.0], 5, [0.5, 2, 2.0]]"),
     "a path that a pattern read again and again": ("settings", "run.sh", b"+gradloc=on trainer" + b"../" * 300),
     "an escape in a script": ("settings", "run.sh", b"python -m verl.trainer.main_ppo trainer.nnodes='\x1b[2J'\n"),
 }
@@ -50,6 +81,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_stays_mended(name):
     reader, file, content = FOUND[name]
-    made = {"a.zip": _broken_zip, "a.safetensors": _signalling}.get(file, lambda: content)()
+    makers = {"a.zip": _broken_zip, "a.safetensors": _signalling, "a.npz": _no_rows, "a.parquet": _prompts}
+    made = makers.get(file, lambda: content)()
     for choice in range(4):
         assert answer(reader, file, made, choice)

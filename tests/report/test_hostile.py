@@ -26,7 +26,8 @@ deep.jsonl deep.json deep900.jsonl opened.log minus.log escapes.log exponents.js
 escape.zip slip.tar links.tar escape.tar cut.log.gz view.db computed.db bytes.db settings.db parts.wandb
 length.tfevents.1 cut.parquet far.xlsx lol.xlsx linked pipes equal nested words outside numbers one-name linked-
 parts large-metric names-of-few.jsonl digit-keys.json folder-of-5000.log sparse.tar empty-parts.log.gz
-nested.xlsx
+nested.xlsx nested-in-2-mb.jsonl series-in-2-mb.json long-names.csv long-head.csv tags.ipynb computed-unseen.db
+view-behind-others.db nested-in-1-mb.db name.log.gz fixed.parquet lists.parquet
 """.split()
 ALL = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full, pytest.mark.slow])
@@ -50,8 +51,17 @@ def test_a_hostile_file_costs_ten_seconds_and_500_mb_at_most(server, name):
     code, said, wrong = found["code"], found["said"], found["wrong"].rstrip()
     assert code in (0, 2) and found["seconds"] < 10 and found["peak_kb"] < 500e3, found
     assert said or wrong.startswith("gradloc: ") and wrong.count("\n") == 0, wrong
+    assert len(said) + len(wrong) < 50_000, "an answer is short, however long the names are"
     assert printable(said) == said and printable(wrong) == wrong and "root:" not in said + wrong
     assert not Path("/tmp/PWN").exists() and found["left"] == [name]
+
+
+@pytest.mark.parametrize("name", [name for name in hostile.STORES if name.startswith(("view", "computed"))])
+def test_no_view_and_no_computed_column_is_run(name, tmp_path, capsys):
+    from gradloc.command import main
+
+    assert main([str(hostile.make(name, tmp_path))]) == 2
+    assert "views or computed columns in place of tables: none is run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

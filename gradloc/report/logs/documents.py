@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...record.files import parse_json
+from ...record.files import NAME, parse_json
 from ..errors import ReportError
 from .grammars import Json
 from .lines import literal, read_lines, texts_of
@@ -70,23 +70,29 @@ def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
     """Return the tables that a notebook's cells drew, as a Trainer draws its steps; else what they printed, read as a
     console.
     """
-    outputs = [out for cell in cells if isinstance(cell, dict) for out in cell.get("outputs") or ()]
+    outputs = [output for cell in _dicts(cells) for output in _dicts(cell.get("outputs"))]
     tables = []
-    for output in outputs:
-        drawn = output.get("data", {}).get("text/html", ()) if isinstance(output, dict) else ()
-        rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in "".join(drawn).split("<tr")[1:]]
+    for data in _dicts([output.get("data") for output in outputs]):
+        rows = [re.findall(r"<t[hd][^<>]*>([^<]*)<", row) for row in _text(data.get("text/html")).split("<tr")[1:]]
         if len(rows) > 1 and step_name(rows[0]) is not None:
             tables += read_columns(source, rows[0], iter(rows[1:]), form="a notebook's table")
-    if tables:
-        return tables
-    texts = [str(part) for out in outputs if isinstance(out, dict) for part in out.get("text") or ()]
-    return read_lines(source, "".join(texts))
+    return tables or read_lines(source, "".join(_text(output.get("text")) for output in outputs))
+
+
+def _dicts(part: Any) -> list[dict[str, Any]]:
+    return [each for each in part if isinstance(each, dict)] if isinstance(part, list) else []
+
+
+def _text(part: Any) -> str:
+    """Return a notebook's text, which is one string or a list of them."""
+    parts = part if isinstance(part, list) else [part]
+    return "".join(each for each in parts if isinstance(each, str))
 
 
 def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
     """Add the rows of entries as of JSON lines."""
     lines = Json()
-    for entry in filter(lambda entry: isinstance(entry, dict), entries):
+    for entry in _dicts(entries):
         lines.take_entry(entry, "")
     made.rows, made.is_counted = lines.rows[""], lines.is_counted
     if made.is_counted:
@@ -100,7 +106,7 @@ def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]
     if isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):
         if not is_norm(source.path.stem):
             source.note_one_metric()
-        given = [(entry[1], "grad_norm", entry[2]) for entry in entries if len(entry) == 3]
+        given = [(entry[1], "grad_norm", entry[2]) for entry in entries if isinstance(entry, list) and len(entry) == 3]
     else:
         given = list(_series(entries, ""))
     found = ((as_step(number(step)), str(name), number(value)) for step, name, value in given)
@@ -112,7 +118,7 @@ def _series(part: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
     if isinstance(part, list):
         for inner in part:
             yield from _series(inner, name)
-    elif isinstance(part, dict):
+    elif isinstance(part, dict) and len(name) <= NAME:
         x, y = (next((part[key] for key in keys if isinstance(part.get(key), list)), None) for keys in _AXES)
         if x is not None and y is not None and len(x) == len(y):
             own = next((part[key] for key in ("name", "metricName", "metric") if isinstance(part.get(key), str)), "")

@@ -7,6 +7,7 @@ from functools import lru_cache
 from sys import intern
 from typing import Any
 
+from ...record.files import NAME
 from .recording import MAX, MEAN
 
 STEPS = tuple(
@@ -95,14 +96,17 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
         return float(wrapped["value"].replace(",", "")) if wrapped else None
 
 
-def numbers(data: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the entries that are numbers, or spell one; of nested ones, those inside."""
-    made = {}
-    for name, value in data.items():
+def numbers(data: Mapping[Any, Any], prefix: str = "", made: dict[str, float] | None = None) -> dict[str, float]:
+    """Return the entries that are numbers, or spell one; of nested ones, those inside, added to ``made``."""
+    made = {} if made is None else made
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if len(name) > NAME:
+            continue
         if isinstance(value, Mapping):
-            made.update({f"{name}/{inner}": known for inner, known in numbers(value).items()})
+            numbers(value, f"{name}/", made)
         elif (known := number(value)) is not None:
-            made[intern(str(name))] = known
+            made[intern(name)] = known
     return made
 
 

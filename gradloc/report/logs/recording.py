@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...record.files import CELLS
+from ...record.files import CELLS, NAME
 
 MEAN = "actor/grad_norm"
 MAX = "actor/grad_norm_max"
@@ -92,17 +92,18 @@ def gather(values: Iterable[tuple[int, str, float]]) -> list[Row]:
     return rows
 
 
-def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names.
+def flat(settings: Any, prefix: str = "", made: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return nested settings by their dotted names, added to ``made``.
 
     >>> flat({"actor": {"optim": {"lr": 1e-06}}, "n": [1]})
     {'actor.optim.lr': 1e-06, 'n': [1]}
     """
-    if not isinstance(settings, dict):
-        return {prefix: settings} if prefix else {}
-    made = {}
-    for key, value in settings.items():
-        made.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    made = {} if made is None else made
+    if isinstance(settings, dict) and len(prefix) <= NAME:
+        for key, value in settings.items():
+            flat(value, f"{prefix}.{key}" if prefix else str(key), made)
+    elif 0 < len(prefix) <= NAME:
+        made[prefix] = settings
     return made
 
 
@@ -183,7 +184,7 @@ def build(rows: dict[int, dict[str, float]], source: str) -> Metrics:
     steps = sorted(rows)
     counts = Counter(chain.from_iterable(rows.values()))
     most = max(CELLS, 4 * counts.total()) // len(steps)
-    names = sorted(name for name, _ in counts.most_common(most))
+    names = sorted(name for name, _ in counts.most_common(most) if len(name) <= NAME)
     series: dict[str, array[float] | list[float | None]] = {name: array("d") for name in names}
     for start in range(0, len(steps), _AT_ONCE):
         part = [rows.pop(step) for step in steps[start : start + _AT_ONCE]]

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...explain.advice import in_verls_names
 from ...explain.text import plural
+from ...record.files import NAME
 from ..errors import ReportError
 from .names import canonical, is_norm, listed, norm_of
 from .recording import MAX, MEAN, OF_WATCH, Metrics, Recording, Row, build
@@ -173,7 +174,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             if segment.before is not None:
                 runs[-1].segments.append(segment)
             else:
-                name = f"{recording.source}, {recording.run}" if recording.run else recording.source
+                name = f"{recording.source}, {recording.run[:NAME]}" if recording.run else recording.source
                 if count:
                     name += f", start {count + 1}"
                 elif runs and recording.process:

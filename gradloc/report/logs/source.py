@@ -97,12 +97,24 @@ def _cut(name: str, why: object) -> str:
 
 def _opened(path: Path, notes: list[str]) -> tuple[io.BufferedReader, bool]:
     """Return a file's bytes, unpacked where it is packed, and whether it is."""
-    stream = io.BufferedReader(path.open("rb", buffering=0), HEAD)
+    stream = _Stream(path.open("rb", buffering=0), HEAD)
     packed = next((kind for magic, kind in _PACKED.items() if stream.peek(6).startswith(magic)), None)
     if packed is None:
         return stream, False
     inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open, "zst": _open_zst}[packed](stream)
     return io.BufferedReader(_Unpacked(inner, path, notes), HEAD), True
+
+
+class _Stream(io.BufferedReader):
+    """A file's bytes; a gzip's name or comment without end, which is read byte by byte, raises a ValueError."""
+
+    _num_single = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._num_single = self._num_single + 1 if size == 1 else 0
+        if self._num_single > HEADER:
+            raise ValueError(f"a name of over {HEADER:,} bytes")
+        return super().read(size)
 
 
 class _Unpacked(io.RawIOBase):

@@ -274,13 +274,12 @@ class _Clock:
 
 def _tables(database: sqlite3.Connection) -> set[str] | None:
     """Return the tables that are read; None where one computes its rows."""
-    made = database.execute("select name, type, rootpage, sql from sqlite_master").fetchmany(1000)
-    ours = [row for row in made if str(row[0]).lower() in ("metrics", "configs", "runs", "params")]
-    is_plain = all(row[1] == "table" and row[2] and not _COMPUTED.search(str(row[3])) for row in ours)
-    return {str(row[0]) for row in ours} if is_plain else None
-
-
-_COMPUTED = re.compile(r"\bas\s*\(|\bvirtual\b", re.IGNORECASE)
+    names = "('metrics', 'configs', 'runs', 'params')"
+    ours = database.execute(f"select name, type, rootpage from sqlite_master where lower(name) in {names}").fetchall()
+    if not all(kind == "table" and page for _, kind, page in ours):
+        return None
+    columns = [column for name, *_ in ours for column in database.execute(f"pragma table_xinfo({name})")]
+    return None if any(column[6] for column in columns) else {name for name, *_ in ours}
 
 
 def _read_trackio(

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from zipfile import ZipFile
 
 from ...explain.text import plural
-from ...record.files import COLUMNS, DOCUMENT, TAGS, VALUES, check_parquet
+from ...record.files import COLUMNS, DOCUMENT, TAGS, VALUES, columns_of_parquet
 from ..errors import ReportError
 from .lines import TEXTS, read_lines
 from .names import as_step, is_norm, listed, long_columns, number, numbers, step_name, step_of
@@ -408,12 +408,13 @@ def read_parquet(source: Source) -> list[Recording]:
     """Return the runs of a parquet file, some rows at a time."""
     package = _package("pyarrow.parquet", f"{source.name} is parquet")
     with _sentence_of(source, "parquet"), package.ParquetFile(source.path) as file:
-        check_parquet(file.metadata, source.path.stat().st_size)
-        schema = file.schema_arrow
-        texts = [field.name for field in schema if str(field.type).endswith(("string", "binary"))]
+        found = columns_of_parquet(file.metadata, source.path.stat().st_size)
+        types = {name: kind for name, kind in found.items() if "list<" not in kind}
+        names, texts = [*types], [name for name, kind in types.items() if kind.endswith(("string", "binary"))]
         with package.ParquetFile(source.path, read_dictionary=texts) as dense:
-            rows = (row.values() for batch in dense.iter_batches(256) for row in _bounded(batch).to_pylist())
-            return read_columns(source, schema.names, as_texts(rows))
+            batches = dense.iter_batches(256, columns=names)
+            rows = (row.values() for batch in batches for row in _bounded(batch).to_pylist())
+            return read_columns(source, names, as_texts(rows))
 
 
 def _bounded(batch: Any) -> Any:
