@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: demo quick test lint docs dist test-slow test-browser test-verl09 test-trl test-trainers test-newest mutants figures check
+.PHONY: demo quick test lint docs dist test-slow test-browser test-verl09 test-trl test-trainers test-megatron test-newest mutants figures check
 
 demo:          ## a gradient spike in a real verl run on this machine's CPU, traced to its token
 	./run_experiment.sh demo
@@ -33,6 +33,9 @@ test-trl:      ## what runs on TRL; makes another environment under .gradloc/
 
 test-trainers: ## other trainers by their own commands, each in an environment of its own under .gradloc/
 	scripts/test.sh trainers
+
+test-megatron: ## a loop of Megatron's own on the newest megatron-core; in the environment of test-verl09
+	scripts/test.sh megatron
 
 test-newest:   ## the tests of any loop on the newest torch, transformers and accelerate
 	scripts/test.sh newest

@@ -12,21 +12,23 @@
 #   scripts/test.sh trl        the tests on TRL, in their own environment
 #   scripts/test.sh trainers   other trainers by their own commands, each in an environment of its own
 #   scripts/test.sh newest     tests/watch and tests/recipes on the newest torch, transformers and accelerate
+#   scripts/test.sh megatron   a loop of Megatron's own on the newest megatron-core
 #   scripts/test.sh verl09     the tests on verl 0.9, in an environment of their own; those that take longer: verl09 -m slow
 #   scripts/test.sh verl09 --environment    makes that environment, and tests nothing
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 tier=default
-case "${1:-}" in lint | quick | slow | browser | mutants | verl09 | trl | trainers | newest) tier=$1; shift ;; esac
+case "${1:-}" in lint | quick | slow | browser | mutants | verl09 | trl | trainers | megatron | newest) tier=$1; shift ;; esac
 
 unset PYTHONDONTWRITEBYTECODE # the tests start some hundred processes
 stage_started=$SECONDS
 stage() { printf '== %s (%d s for the last stage)\n' "$1" $((SECONDS - stage_started)); stage_started=$SECONDS; }
 
-if [[ $tier == verl09 || $tier == trl || $tier == trainers ]]; then
+if [[ $tier == verl09 || $tier == trl || $tier == trainers || $tier == megatron ]]; then
     environment=${tier^^}
     [[ $tier != trainers ]] || environment=DEEPSPEED
+    [[ $tier != megatron ]] || environment=VERL09
     files=("requirements/${environment,,}.txt" requirements/test.txt)
     packages=(-c requirements/test.txt jsonschema pytest pytest-xdist)
 else
@@ -97,6 +99,13 @@ case $tier in
     browser) stage "browser tests" && "$python" -m pytest -m browser "$@" ;;
     mutants) stage "mutants" && "$python" scripts/mutants "$@" ;;
     trainers) stage "tests on other trainers" && GRADLOC_TRAINERS=1 "$python" -m pytest tests/recipes "$@" ;;
+    megatron)
+        newest=.gradloc/megatron-newest
+        stage "megatron-core" && rm -rf "$newest"
+        "$python" -m pip install --no-deps --ignore-requires-python --disable-pip-version-check --no-input -q \
+            --target "$newest" -r requirements/megatron-newest.txt
+        stage "tests on it" && PYTHONPATH="$newest:." "$python" -m pytest tests/recipes/test_megatron.py "$@"
+        ;;
     trl | verl09) # a second `-m` is for the rest: `-m slow`
         shared=(tests/adapters/conformance)
         if [[ $tier == verl09 ]]; then # features that work there, too

@@ -13,7 +13,7 @@ So a masked gradient is the one that training without the token would have had.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ _NEEDED = {
     "defer_embedding_wgrad_compute": False,
 }
 _NEEDED_OF_DDP = {"overlap_param_gather": False, "use_megatron_fsdp": False}
+_NEEDED_OF_OPTIMIZER = {"use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
 """Values of Megatron's own settings in a loop: no search was run with others."""
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
@@ -114,26 +115,27 @@ class MegatronEngine:
         """Return why this loop cannot be watched, in a sentence; empty where it can."""
         from megatron.core import parallel_state as parallel
 
-        model = without_wrappers(self.chunks[0])
-        config, ddp = model.config, getattr(self.chunks[0], "ddp_config", None)
-        sizes = {
-            "tensor": parallel.get_tensor_model_parallel_world_size(),
-            "pipeline": max(parallel.get_pipeline_model_parallel_world_size(), len(self.chunks)),
-            "context": parallel.get_context_parallel_world_size(),
+        if not parallel.model_parallel_is_initialized():
+            return "gradloc does not look into Megatron without its parallel_state"
+        outer, model = self.chunks[0], without_wrappers(self.chunks[0])
+        blocks = (
+            (model.config, _NEEDED),
+            (getattr(outer, "ddp_config", None), _NEEDED_OF_DDP),
+            (getattr(self.optimizer, "config", None), _NEEDED_OF_OPTIMIZER),
+        )
+        refused = {
+            "an optimizer other than Megatron's own": not hasattr(self.optimizer, "chained_optimizers"),
+            "tensor parallelism": parallel.get_tensor_model_parallel_world_size() > 1,
+            "pipeline parallelism": max(parallel.get_pipeline_model_parallel_world_size(), len(self.chunks)) > 1,
+            "context parallelism": parallel.get_context_parallel_world_size() > 1,
+            "another wrapper than its DistributedDataParallel": not hasattr(outer, "bucket_groups"),
+            "a model that is no GPTModel": not (hasattr(model, "output_layer") and hasattr(model, "decoder")),
         }
-        missing = [] if hasattr(self.optimizer, "chained_optimizers") else ["an optimizer other than Megatron's own"]
-        missing += [f"{name} parallelism" for name, size in sizes.items() if size > 1]
-        missing += [
-            f"{name}={getattr(block, name)}"
-            for block, names in ((config, _NEEDED), (ddp, _NEEDED_OF_DDP))
-            for name, needed in names.items()
-            if getattr(block, name, needed) not in (needed, None)
-        ]
-        kinds = {kind.__name__ for kind in type(self.chunks[0]).__mro__}
-        missing += [] if "DistributedDataParallel" in kinds else ["another wrapper than its DistributedDataParallel"]
-        is_gpt = hasattr(model, "output_layer") and hasattr(model, "decoder")
-        missing += [] if is_gpt else ["a model that is no GPTModel"]
-        return f"gradloc does not look into Megatron with {missing[0]}" if missing else ""
+        for block, names in blocks:
+            set_now = {name: getattr(block, name, needed) for name, needed in names.items()}
+            refused |= {f"{name}={value}": value not in (names[name], None) for name, value in set_now.items()}
+        found = next((what for what, is_there in refused.items() if is_there), "")
+        return found and f"gradloc does not look into Megatron with {found}"
 
     @property
     def clip_limit(self) -> float:
@@ -203,10 +205,6 @@ class MegatronEngine:
         else:
             self._finalize()
         self.optimizer.prepare_grads()
-
-    def whole(self, modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which these modules' weights can be read: they are whole on each process."""
-        return nullcontext()
 
 
 class _Decoupled(WeightView):

@@ -528,7 +528,7 @@ class Watch(Notes):
             self.localizer.num_failures = 3
             self.close()
             return
-        self.tap.whole = engine.whole
+        self.tap.whole = getattr(engine, "whole", self.tap.whole)
         self.tap.around_pass = partial(_to, reference, "_in_pass")
         engine.on_step(partial(_to, reference, "_look_before_step", engine.optimizer))
 
