@@ -250,7 +250,7 @@ class MegatronSpace(EngineSpace):
         dist.all_gather_object(everyone, [(name, part.place, part.is_original) for name, part in parts.items()])
         before = [part for process_parts in everyone[: dist.get_rank()] for part in process_parts]
         held = {place for _, place, is_original in before if is_original}
-        first: Any = next(self.module.parameters())
+        first: Any = next(param for param in self.module.parameters() if param.requires_grad)
         elsewhere = _Shard(torch.nn.Parameter(torch.empty(0, device=first.device)), True, "")
         names = dict.fromkeys(name for process_parts in everyone for name, _, _ in process_parts)
         named = [(name, parts.get(name, elsewhere)) for name in names]

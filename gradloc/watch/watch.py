@@ -47,6 +47,7 @@ from .counts import StepCounts
 from .curve import Curve
 from .engines import Engine, find_engine
 from .forwarded import count_backward
+from .megatron import is_chunk
 from .models import innermost, sparse_embedding
 from .notes import Notes
 from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer, share_parameter
@@ -502,7 +503,7 @@ class Watch(Notes):
         self._handles.append(register_optimizer_step_post_hook(partial(_to, reference, "_after_step")))
         if self.optimizer is not None:
             self._listen_to_zero_grad()
-        is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1)
+        is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1) or is_chunk(self.tap.outer)
         if (self.ranks.num_processes > 1 or "deepspeed" in sys.modules) and not is_wrapped:
             self._handles.append(register_module_forward_pre_hook(partial(_to, reference, "_find_wrapper")))
 
