@@ -20,7 +20,7 @@ _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
 _STEP = (  # Step... (500 | is Flax'
-    r"(?:\.\.\. \()?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\s*%)"
+    r"(?:\.\.\. \()?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\.\d|\s*%)"
     r"(?:\s*/\s*\d+)?\]?"
 )
 HEADED_BY_STEP = re.compile(
@@ -64,8 +64,8 @@ _SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
 """What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
 _PLACE = re.compile(r"[\w/]+(?:\.\w+)+:\d{1,5}")
 """Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
-_UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb]|m?s|[a-z]+/s(?:ec|tep)?|s/[a-z]+) (?=\S)")
-"""A unit of the value before, at the beginning of a name."""
+_UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb] |m?s |[a-z]+/s(?:ec|tep)? |s/[a-z]+ |(?:[A-Z]?\d+/\d+ )+)(?=\S)")
+"""At the beginning of a name, a unit of the value before, or counts as ``E2/10 B50/500``."""
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
 
@@ -633,6 +633,8 @@ class ConsoleTable(Grammar):
 
     def take(self, line: str, process: str) -> bool:
         cells = line.split()
+        if cells[:1] == ["#"] and cells[-1] != "#" and cells[1].lower() in _STEP_COLUMNS:
+            cells = cells[1:]
         if len(cells) > 2 and cells[0].lower() in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
             wide = re.split(r"\s{2,}|\t", line.strip().removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
             self.names = wide if len(wide) > 2 else cells

@@ -14,7 +14,9 @@ _TIME = re.compile(
     r"\d{4}[-/]\d\d[-/]\d\d|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?|\d+(?=:[a-z])|\S+\.py\b\S*|[IWE]\d{4} [\d:.]+ \d+", re.I
 )
 """Dates, times, a process, and the place that printed a line."""
-_COUNT = re.compile(r"(?<![\w.:/])(?<!e-)(\d{1,12})(?:\s*/\s*\d+)?(?=[\s\]),:;|-]|epoch|batch|iter|step|$)", re.I)
+_COUNT = re.compile(
+    r"(?<![\w.:/])(?<!e-)[A-Za-z]?(\d{1,12})(?:\s*/\s*\d+)?(?=[\s\]),:;|-]|epoch|batch|iter|step|$)", re.I
+)
 _NO_ROW = re.compile(rf"{NOT_TRAINING.pattern}|\bWARN|\bskip|not update|Error:", re.IGNORECASE)
 _OTHERS = re.compile(r"\bcost\b|perplexity|reward", re.IGNORECASE)
 """Names of what is trained for, apart from losses."""

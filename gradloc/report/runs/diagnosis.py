@@ -125,7 +125,10 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         for segment, steps in zip(run.segments, judged, strict=True)
         for explosion in explosions_of(segment, steps)
     ]
-    explosions.sort(key=lambda e: (not e.is_start, e.kind == "lost" or len(e.lost) > 2, e.times), reverse=True)
+    last = run.segments[-1]
+    explosions.sort(
+        key=lambda e: (not e.is_start, e.kind == "lost" or len(e.lost) > 2, e.times, e.segment is last), reverse=True
+    )
     warmup = int((settings or {}).get("warmup", 16))
     limits = dict.fromkeys(limit for steps in judged for limit in _warmup(steps, warmup))
     limits.update(dict.fromkeys([*_unseen(run), *minor_skips(run)]))
@@ -161,7 +164,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(explosions)
     made.sentences.append(_on_tokens(run.metrics, worst.peak.step))
-    advice, made.command = _go_on(run, worst, is_hurt, bool(sound))
+    advice, made.command = _go_on(run, explosions, is_hurt, bool(sound))
     made.sentences.append(advice)
     return made
 
@@ -360,8 +363,9 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
     return [f"{plural(len(others), 'other spike')}: step {steps}{more}."]
 
 
-def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: bool) -> tuple[str, str]:
-    """Say whether and where to go back, with the line that does it."""
+def _go_on(run: LoggedRun, explosions: Sequence[Explosion], is_hurt: bool | None, is_sound: bool) -> tuple[str, str]:
+    """Say whether and where to go back from the first explosion, the worst, with the line that does it."""
+    worst = explosions[0]
     is_first = bool(worst.lost) and worst.first == run.segments[0].first
     begin = begins(run) if is_first else "start"
     earlier = " It began before this log." if is_first and begin == "late" else ""
@@ -377,7 +381,8 @@ def _go_on(run: LoggedRun, worst: Explosion, is_hurt: bool | None, is_sound: boo
         )
     peak, on = worst.peak.step, turn_on(run)
     end = ", with GradLoc on for the next one:" if on else "."
-    if worst.segment is not run.segments[-1] and run.metrics.steps[-1] > peak and _is_overwritten(run, worst):
+    is_past = all(other.segment is not run.segments[-1] for other in explosions) and run.metrics.steps[-1] > peak
+    if is_past and _is_overwritten(run, worst):
         return f"The resumed run got past step {peak}: continue{end}", on
     if worst.kind == "start":
         return f"No need to resume. Continue{end}", on

@@ -36,6 +36,8 @@ _JUMPS = 40
 VANISHED = 1e-3
 """A loss below this fraction of its first value within ``_SOON`` rows has vanished, if the norm has as well."""
 _SOON = 20
+_FIRST_SCALE = 2**20
+"""No run goes on at such a loss scale: it is one that a scaler begins with."""
 HEIGHT = 1e5
 """A usual norm of this size is none to train at, where the loss is an ordinary number."""
 
@@ -228,7 +230,8 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     if not count:
         sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
     # the scaler of a new run halves a scale that is far too large, once a step
-    is_search = begins(run) == "start" and count < steps[-1] and (first or 0) <= steps[0] and scales[-1:] > [100]
+    is_early = begins(run) == "start" or scales[:1] >= [_FIRST_SCALE]
+    is_search = is_early and count < steps[-1] and (first or 0) <= steps[0] and scales[-1:] > [100]
     is_over = not is_end and (count < 3 or has_rows and (is_search or steps[-1] - (last or steps[0]) >= 10 * count))
     advice = "A few are normal while the scaler finds its scale."
     if not is_over:
