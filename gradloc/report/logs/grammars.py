@@ -300,17 +300,12 @@ class Printed(Grammar):
         """The bars before the lines whose steps were counted."""
 
     def draw(self, count: int, total: int) -> None:
-        """Takes the count of a progress bar."""
+        """Takes the count of a progress bar; a ``total`` of 0 is that of lines which say a step and no more."""
         self.bars.pop(total, None)
         if len(self.bars) < 8:
             self.bars[total] = count
         if any(self._bars.values()):
             self._first.setdefault(total, count)
-
-    def announce(self, step: str) -> None:
-        """Takes the step of a line that says no more, as the count of a bar without a total."""
-        if step.isdecimal():
-            self.draw(int(step), 0)
 
     def take(self, line: str, process: str) -> bool:
         start = 0 if _CUT_DICT.match(line) else line.find("{")

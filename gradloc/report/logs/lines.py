@@ -152,8 +152,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         num_bad += taken is None and line.startswith('{"')
         if taken is None and "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
             skipped.step = int(head[1])
-        if taken is None and "tep" in line and len(line) < _LONGEST_SHAPE and (head := HEADED_BY_STEP.search(line)):
-            printed.announce(head[1])
+        if taken is None and "tep" in line[:_LONGEST_SHAPE] and (head := HEADED_BY_STEP.search(line)):
+            printed.draw(int(head[1]) if head[1].isdecimal() else 0, 0)
         if taken is not console and any(word in line for word in _OF_SKIPS):
             skipped.take(line, taken, process)
         is_sifting = not (config.is_open or blocks.steps or headed.is_by_step or columns.names)

@@ -7,6 +7,7 @@ It names a checkpoint to resume from only where that is certainly the run's own.
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -358,7 +359,8 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
     if not others:
         return []
     shown = sorted(others[:6], key=lambda other: other.first)
-    steps = ", ".join(f"{other.peak.step} ({number(other.peak.norm, 3)})" for other in shown)
+    peaks = Counter(f"{other.peak.step} ({number(other.peak.norm, 3)})" for other in shown)
+    steps = ", ".join(peak if times == 1 else f"{peak}, {times} times" for peak, times in peaks.items())
     more = f" and {len(others) - 6} more" if len(others) > 6 else ""
     return [f"{plural(len(others), 'other spike')}: step {steps}{more}."]
 
