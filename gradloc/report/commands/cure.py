@@ -39,15 +39,10 @@ def run(args: argparse.Namespace) -> int:
         counts = {"events": len(folder.events), "measured": len(measured)}
         output.deliver(None, output.as_json(counts | {"cures": rows, "advice": advised}))
         return 0
-    if not measured:
-        _print_advice(folder)
-        return 0
     console, counted = terminal.console(), tally(measured)
     if not counted:
-        console.print(
-            f"No setting that this trainer has would have changed {plural(len(measured), 'event')}: look at the cause, "
-            f"gradloc {args.path}"
-        )
+        why = "gradloc.search.max_cures was 0, or an older version wrote them"
+        _print_advice(folder, "this trainer has none that could be tried" if measured else why)
         return 0
     num = len(measured)
     rows = (
@@ -70,12 +65,9 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
     return found
 
 
-def _print_advice(folder: RunFolder) -> None:
+def _print_advice(folder: RunFolder, why: str) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
-    console.print(
-        f"No setting was measured at the {events}: gradloc.search.max_cures was 0, or an older version wrote them. "
-        "What people do about their causes:"
-    )
+    console.print(f"No setting was measured at the {events}: {why}. What people do about their causes:")
     for (do, line), count in advice(folder).most_common():
         console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
         console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)

@@ -126,7 +126,8 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
     if threshold is not None:
         line.append(f"  threshold {number(threshold, 3)}", style="not bold")
     if health:
-        line.append("  ").append(health.state, style=STYLES[health.state])
+        state = "too short to judge" if health.is_too_short else health.state
+        line.append("  ").append(state, style=STYLES[health.state])
     return line
 
 

@@ -71,11 +71,16 @@ class RunHealth:
         return sum(bool(verdict.reasons) for verdict in self.verdicts)
 
     @property
+    def is_too_short(self) -> bool:
+        """Whether nothing was found in fewer steps than most rules need."""
+        return not self.num_unwell and len(self.verdicts) <= self.warmup
+
+    @property
     def headline(self) -> str:
         """Return the run's state in a sentence or two."""
         last = self.verdicts[-1]
         steps = plural(len(self.verdicts), "step")
-        if not self.num_unwell and len(self.verdicts) <= self.warmup:
+        if self.is_too_short:
             return f"Too short to judge: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
         if not self.num_unwell:
             return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
