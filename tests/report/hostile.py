@@ -457,17 +457,20 @@ def serve() -> None:
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as printed:
             made, out, err = Path(folder), Path(printed, "out"), Path(printed, "err")
+            (unpacked := Path(printed, "unpacked")).mkdir()
             name = line.rstrip("\n")
             code, _ = in_a_child(lambda: make(name, made) and 0)  # noqa: B023 (called at once)
             assert code == 0
+            tempfile.tempdir = str(unpacked)
             code, used = in_a_child(lambda: main([str(made / name)]), out, err)  # noqa: B023
+            tempfile.tempdir = None
             answer = {
                 "code": code,
                 "seconds": used.ru_utime + used.ru_stime,
                 "peak_kb": used.ru_maxrss,
                 "said": out.read_text(),
                 "wrong": err.read_text(),
-                "left": os.listdir(made),
+                "left": os.listdir(made) + os.listdir(unpacked),
             }
         print(json.dumps(answer), flush=True)
 

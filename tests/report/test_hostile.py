@@ -171,6 +171,16 @@ def test_ctrl_c_ends_a_command_within_a_second(kind, tmp_path):
     assert command.returncode == 130 and used.ru_utime + used.ru_stime - before < 1.0
 
 
+def test_ctrl_c_inside_of_a_query_is_no_damaged_file(tmp_path, monkeypatch, capsys):
+    from gradloc.command import main
+    from gradloc.report.logs.stores import _Clock
+
+    rows = [(at, "r", "r", at, '{"grad_norm": 1}') for at in range(50_000)]
+    (tmp_path / "a.db").write_bytes(hostile._database(hostile._TRACKIO, rows=rows))
+    monkeypatch.setattr(_Clock, "tick", lambda _: signal.raise_signal(signal.SIGINT))  # SQLite swallows what it raises
+    assert main([str(tmp_path / "a.db")]) == 130 and capsys.readouterr().err == "Stopped.\n"
+
+
 def _cpu_seconds(pid: int) -> float:
     spent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, spent)) / os.sysconf("SC_CLK_TCK")
