@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ..record import Certificate
 from ..trigger.history import UNUSUAL
-from .candidates import compute_pulls, find_usual_pulls, sum_products
+from .candidates import compute_pulls, find_usual_pull, sum_products
 from .share import ShareMap
 from .task import Span, Task
 
@@ -53,7 +53,7 @@ def keep_culprits(task: Task, culprits: Sequence[Span], found: Certificate) -> l
 def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
     """Return of each span whether the loss pulls one of its tokens more than chance pulls any; and whether the batch is
     scaled as a whole."""
-    step, ranks, (usual, most) = task.prober.step, task.prober.ranks, find_usual_pulls(task)
+    step, ranks, usual = task.prober.step, task.prober.ranks, find_usual_pull(task)
 
     def local() -> list[float]:
         pulls = [pull[step.token_mask(index)] for index, pull in enumerate(compute_pulls(task))]
@@ -61,6 +61,6 @@ def _pulls(task: Task, spans: Sequence[Span]) -> tuple[list[bool], bool]:
         there = [pulls[span.micro_batch][span.start : span.end] for span in spans]
         return [float(each.max()) if is_own else 0.0 for is_own, each in zip(own, there, strict=True)]
 
-    least = UNUSUAL * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * most
+    least = UNUSUAL * math.sqrt(2 * math.log(max(task.spike.num_tokens, 2))) * usual.most
     mine = ranks.run_local_synced(local)
-    return [pull >= least for pull in (ranks.max(mine) if mine else [])], usual > UNUSUAL
+    return [pull >= least for pull in (ranks.max(mine) if mine else [])], usual.is_scaled

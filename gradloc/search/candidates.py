@@ -12,11 +12,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from ..core.step import typical_sizes
 from ..core.tracker import median_size
-from ..trigger.history import UNUSUAL
+from ..trigger.history import UNUSUAL, excess
 from .share import ShareMap, shrunk
 from .task import CULPRIT_SHARE, Span, Task
 
@@ -58,7 +60,7 @@ def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[S
 
     :func:`spans_in` decides what of a row is a span. Tokens that are ``named`` already read 0.
     """
-    norm, strong = shares.square**0.5, UNUSUAL * find_usual_pulls(task)[0]
+    norm, strong = shares.square**0.5, UNUSUAL * find_usual_pull(task).pull
     carried_by_row = _over_rows(
         task, lambda: [float(values.sum().abs()) for _, _, (values,) in rows_of(task, shares.products.__getitem__)]
     )
@@ -117,17 +119,40 @@ def compute_pulls(task: Task) -> list[torch.Tensor]:
     return found
 
 
-def find_usual_pulls(task: Task) -> tuple[float, float]:
-    """Return the median pull of a row that two fifths of all ranks' rows surpass: if more are off, the batch is; and
-    how large that may be by chance, since rows are few: two standard errors of its rank further up."""
+class UsualPull(NamedTuple):
+    """How much the loss usually pulls a row's typical token, and whether the batch as a whole is above that."""
 
-    def local() -> list[float]:
-        return [median_size([pulls]) for _, _, (pulls,) in rows_of(task, compute_pulls(task).__getitem__)]
+    pull: float
+    most: float
+    """How large ``pull`` may be by chance, since rows are few: two standard errors of its rank further up."""
+    is_scaled: bool
 
-    known = _over_rows(task, local) or [0.0]
+
+def find_usual_pull(task: Task) -> UsualPull:
+    """Return the median pull of a row that two fifths of all ranks' rows surpass: if more are off, the batch is.
+
+    Where the run has a history, rows with a coefficient that is unusual in it are left out, unless more than three
+    fifths are: then the batch is scaled. Without a history it is where the pull is unusual for a log-prob's loss.
+    """
+    usual, step = task.usual_coefficient, task.prober.step
+
+    def local() -> list[tuple[float, bool]]:
+        pulls = compute_pulls(task)
+        if usual is None:
+            return [(median_size([row]), False) for _, _, (row,) in rows_of(task, pulls.__getitem__)]
+        rows = rows_of(task, pulls.__getitem__, lambda index: typical_sizes(step, index))
+        return [(median_size([row]), excess(median_size([sizes]), usual) is not None) for _, _, (row, sizes) in rows]
+
+    gathered = task.prober.ranks.gather(task.prober.ranks.run_local_synced(local))
+    rows = [row for part in gathered for row in part if row[0] > 0]
+    ordinary = sorted(pull for pull, is_unusual in rows if not is_unusual)
+    has_ordinary = usual is not None and len(ordinary) >= (1 - _USUAL) * len(rows)
+    known = (ordinary if has_ordinary else sorted(pull for pull, _ in rows)) or [0.0]
     place = _USUAL * len(known)
     further = place + 2 * math.sqrt(place * (1 - _USUAL))
-    return known[int(place)], known[min(math.ceil(further), len(known) - 1)]
+    pull = known[int(place)]
+    is_scaled = pull > UNUSUAL if usual is None else not has_ordinary
+    return UsualPull(pull, known[min(math.ceil(further), len(known) - 1)], is_scaled)
 
 
 def _over_rows(task: Task, local: Callable[[], list[float]]) -> list[float]:

@@ -98,6 +98,7 @@ def localize(
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, searched, clip_scale, spike, tau, max_culprits, limit, increments)
+        task = replace(task, usual_coefficient=(typical or {}).get("coefficient"))
         result = _find(task, strategy, typical or {}, reruns, find_link)
         _complete(task, result, strategy, max_cures, groups)
     finally:

@@ -30,7 +30,7 @@ from ..explain.numbers import number
 from ..explain.text import plural
 from ..record import Certificate, Fault, FirstNotFinite, PathEntry, Rerun, StepCause
 from ..trigger.history import excess
-from .candidates import TINY
+from .candidates import TINY, find_usual_pull
 from .share import ShareMap, ShareMeasurement
 from .task import SearchResult, Task
 
@@ -213,8 +213,8 @@ def _padding(task: Task) -> SearchResult | None:
 
 
 def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> SearchResult | None:
-    """Return the result if the batch's median coefficient is unusual in this run, and the norm over that factor would
-    be under the threshold; else None."""
+    """Return the result if the median coefficient of the batch and of most rows is unusual in this run, and the norm
+    over that factor would be under the threshold; else None."""
     spike = task.spike
     if spike.threshold is None or "coefficient" not in typical:
         return None
@@ -224,7 +224,7 @@ def scaled_batch(task: Task, typical: Mapping[str, tuple[float, float]]) -> Sear
     if not present:
         return None
     factor = excess(present[len(present) // 2], typical["coefficient"])
-    if factor is None or spike.grad_norm / factor > spike.threshold:
+    if factor is None or spike.grad_norm / factor > spike.threshold or not find_usual_pull(task).is_scaled:
         return None
     numbers: dict[str, float | None] = {"coefficient_over_typical": factor}
     times = f"{factor:,.{0 if factor >= 100 else 1}f}"

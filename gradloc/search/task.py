@@ -42,6 +42,8 @@ class Task:
     """A micro-batch whose gradient is known not to be finite; None if none is known."""
     reran: Rerun | None = None
     """The spike run again; None unless that was asked for."""
+    usual_coefficient: tuple[float, float] | None = None
+    """The median |d loss / d log_prob| of the run's batches, and which multiple of it is unusual; None if unknown."""
     unit: float = 1.0
     """All norms here are the step's divided by this; other than 1 in :class:`.overflow.RescaledTask`."""
 

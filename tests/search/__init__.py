@@ -24,9 +24,10 @@ def trained(
     loss: Loss = Loss(),  # noqa: B008
     model: torch.nn.Module | None = None,
     note: Callable[[GradientSpace], None] = lambda space: None,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
 ) -> tuple[ToyStep, GradientSpace]:
     """A step of this batch on one process, whose gradient is in ``.grad``; ``note`` is called after each backward."""
-    step = ToyStep(shard(model or build("tiny"), "plain", dtype), batch, NUM_MICRO_BATCHES, dtype, loss)
+    step = ToyStep(shard(model or build("tiny"), "plain", dtype), batch, num_micro_batches, dtype, loss)
     space = GradientSpace(step.model)
     step.train(lambda: note(space))
     return step, space

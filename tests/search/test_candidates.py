@@ -86,6 +86,7 @@ def test_what_ranks_do_between_two_passes_of_a_spread_spike_grows_with_their_num
     found = SimpleNamespace(
         **{name: getattr(task, name) for name in ("prober", "max_culprits")},
         culprit_norm=1e-5,
+        usual_coefficient=None,
         reference=spike.threshold,
         spike=spike,
         gradient=None,
@@ -117,7 +118,7 @@ def one_rank(values, log_probs=None, **known):
         token_weights=lambda index: torch.ones_like(rows[index]),
     )
     readouts = [SimpleNamespace(slope=row, weight=row.abs()) for row in rows]
-    made = {"max_culprits": 8, "culprit_norm": 1.0, "readouts": lambda named: readouts}
+    made = {"max_culprits": 8, "usual_coefficient": None, "culprit_norm": 1.0, "readouts": lambda named: readouts}
     return SimpleNamespace(prober=SimpleNamespace(step=step, ranks=Ranks()), **(made | known))
 
 

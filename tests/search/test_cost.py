@@ -14,13 +14,13 @@ M = 4
 THRESHOLD = 4.0  # healthy norms are near 1
 
 
-def search(batch, threshold=THRESHOLD, dtype=torch.float32):
+def search(batch, threshold=THRESHOLD, dtype=torch.float32, typical=None, num_micro_batches=M):
     """The finding in one process, with tracked norms, and its cost in f."""
     ranks, tracker = Ranks(), NormTracker(0)
     tracker.begin_mini_batch()
-    step, space = trained(batch, dtype, note=tracker.after_backward)
+    step, space = trained(batch, dtype, note=tracker.after_backward, num_micro_batches=num_micro_batches)
     increments = tracker.increments(space, ranks, 1.0)
-    found = localize(step, space, ranks, spike_of(batch, space.norm(), threshold), 1.0, increments)
+    found = localize(step, space, ranks, spike_of(batch, space.norm(), threshold), 1.0, increments, typical)
     return found, found.num_forwards + 2 * found.num_backwards - len(found.entropies)
 
 
@@ -72,6 +72,21 @@ def test_the_loudest_rows_of_a_batch_that_is_scaled_as_a_whole_are_not_named(fac
     found, cost = search(healthy.edited(advantages=healthy.advantages * factor), 4 * normal, dtype)
     assert found.status == "not_found" and "the spike is spread" in found.stop_reason
     assert cost <= 4 * 3 * M, "max_steps' default"
+
+
+@pytest.mark.parametrize("num_rows", [2, 4, 8])
+def test_where_the_run_has_a_history_half_of_the_rows_may_be_culprits(num_rows):
+    healthy = random_batch(build("tiny"), rows=num_rows, length=64, seed=1)
+    even = torch.ones_like(healthy.advantages)
+    spoiled = even.clone()
+    spoiled[: num_rows // 2] = 300.0
+    normal = float(Oracle(build("tiny"), healthy.edited(advantages=even)).gradient().norm())
+    typical = {"coefficient": (1.0 / healthy.num_tokens, 3.0)}
+    found, _ = search(healthy.edited(advantages=spoiled), 4 * normal, typical=typical, num_micro_batches=1)
+    rows = {healthy.place(token, 1, 1)[0] for token in found.tokens}
+    assert rows == set(range(num_rows // 2)) and found.certificate.verdict == "explained"
+    found, _ = search(healthy.edited(advantages=300 * even), 4 * normal, typical=typical, num_micro_batches=1)
+    assert found.source.label == "batch_scale" and not found.tokens
 
 
 @pytest.mark.parametrize("count", [12, 40])
