@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every tool's answer to every spike of the collection, scored alike: docs/peers.md has the table.
 
-    python -m lab.benchmarks.spikes                          # two fresh seeds of each kind and model
+    python -m lab.benchmarks.spikes                          # three fresh seeds of each kind and model
     python -m lab.benchmarks.spikes --seeds 1 --kind token --tool GradLoc --tool trainscope
 
 A run that was stopped goes on with ``--resume``. Packages that are not installed are left out, and the record says so:
@@ -12,19 +12,21 @@ import json
 import multiprocessing
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 from lab.benchmarks.run import Progress, as_typed, digest, finish, parser, write
 from lab.benchmarks.spikes.collection import KINDS, models_of
-from lab.benchmarks.spikes.scoring import by_kind, comparison, measured, picture, sentence
+from lab.benchmarks.spikes.natural import NATURAL
+from lab.benchmarks.spikes.scoring import measured, picture, report
 from lab.benchmarks.spikes.tools import TOOLS
 
 
 def main() -> int:
     made = parser("spikes", __doc__)
-    made.add_argument("--seeds", type=int, default=2, help="fresh seeds of each kind and model")
+    made.add_argument("--seeds", type=int, default=3, help="fresh seeds of each kind and model")
     made.add_argument("--seed", type=int, action="append", help="these seeds instead")
-    made.add_argument("--kind", choices=KINDS, action="append")
+    made.add_argument("--kind", choices=[*KINDS, *NATURAL], action="append")
     made.add_argument("--tool", choices=TOOLS, action="append")
     made.add_argument("--processes", type=int, default=2)
     made.add_argument("--resume", action="store_true", help="keep the spikes that the record in --out has")
@@ -39,14 +41,13 @@ def main() -> int:
     path, rows = args.out / "spikes.json", []
     if args.resume and path.exists():
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    done = {(row["kind"], row["model"]) for row in rows}
+    done = Counter((row["kind"], row["model"]) for row in rows)
     fresh = random.SystemRandom()
     cells = [
         (kind, model, seed, tools)
-        for kind in args.kind or KINDS
+        for kind in args.kind or [*KINDS, *NATURAL]
         for model in models_of(kind)
-        if (kind, model) not in done
-        for seed in (args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)])
+        for seed in (args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)])[done[kind, model] :]
     ]
     record = {"command": as_typed("spikes"), "sources": digest(), "versions": versions, "settings": settings}
     progress = Progress(max(len(cells), 1))
@@ -55,9 +56,9 @@ def main() -> int:
             rows.append(found)
             write({**record, "rows": rows}, args.out, "spikes")
             progress.step(f"{found['kind']} {found['model']} {found['seed']}")
-    order = list(KINDS)
+    order = [*KINDS, *NATURAL]
     rows.sort(key=lambda row: (order.index(row["kind"]), row["model"], row["seed"]))
-    finish({**record, "rows": rows}, args.out, "spikes", "\n\n".join((comparison(rows), by_kind(rows), sentence(rows))))
+    finish({**record, "rows": rows}, args.out, "spikes", report(rows))
     return 0
 
 

@@ -41,6 +41,8 @@ class Truth:
     """The faulty parameter; empty for none or all."""
     is_everywhere: bool = False
     """Whether all rows are at fault, so that naming none is right as well."""
+    involved: frozenset[Row] = frozenset()
+    """Further rows that are not innocent."""
 
 
 class Kind(Run):
@@ -77,7 +79,8 @@ class Kind(Run):
     def truth(self) -> Truth:
         last = self.plan.micro_batches - 1
         rows = frozenset((last, row) for row in self.rows) if self.link == "batch" and self.num_rows else frozenset()
-        return Truth(frozenset({self.link}), rows, self.position)
+        num_rows = self.plan.micro_batches * self.plan.rows
+        return Truth(frozenset({self.link}), rows, self.position, is_everywhere=len(rows) == num_rows)
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for number, (ids, weights) in enumerate(super().batches()):

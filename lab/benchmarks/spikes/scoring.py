@@ -15,6 +15,7 @@ import torch
 from lab.benchmarks.links import HEALTHY, Plan
 from lab.benchmarks.run import Record
 from lab.benchmarks.spikes.collection import AFTER, KINDS, TIMES, Kind, Truth, spike_of
+from lab.benchmarks.spikes.natural import NATURAL, STEPS, first_spike, measured_truth
 from lab.benchmarks.spikes.tools import TOOLS, Answer, Bisection, GradLoc, Tool, TrainScope, cleared, scratch
 from lab.output import table
 
@@ -27,7 +28,7 @@ def measure(kind: str, model: str, seed: int, tools: Sequence[str]) -> Record:
     """Return each tool's answer to one spike, and its score.
 
     Args:
-        kind: of :data:`KINDS`.
+        kind: of :data:`KINDS` or :data:`NATURAL`.
         model: ``gpt`` or ``llama``.
         seed: draws sizes, batches, and the faulty parameter.
         tools: names in :data:`TOOLS`.
@@ -41,22 +42,30 @@ def measure(kind: str, model: str, seed: int, tools: Sequence[str]) -> Record:
 
 def measure_plan(kind: str, plan: Plan, tools: Sequence[str]) -> Record:
     """Return :func:`measure` of a run whose sizes are given."""
-    healthy, usual_s, _ = _run(kind, plan, False, [])
+    is_natural = kind in NATURAL
+    before, usual_s, _ = _run(kind, plan, False, [], STEPS if is_natural else HEALTHY + AFTER)
     row: Record = {"kind": kind, "model": plan.model, "seed": plan.seed, "spike": None, "answers": {}}
+    spike, truth = first_spike(before) if is_natural else None, None
+    if is_natural:
+        if spike is None:
+            return row
+        truth = measured_truth(kind, plan, spike)
+        row["truth"] = {"links": sorted(truth.links), "rows": sorted(truth.rows), "involved": sorted(truth.involved)}
     classes = [TOOLS[name] for name in tools]
     groups = [[each] for each in classes if each in ALONE] + [[each for each in classes if each not in ALONE]]
     for group in filter(None, groups):
         folders = [scratch() for _ in group]
         attached = [each(folder) for each, folder in zip(group, folders, strict=True)]
-        norms, seconds, run = _run(kind, plan, True, attached)
-        row["spike"] = spike = spike_of(norms, healthy)
+        norms, seconds, run = _run(kind, plan, True, attached, HEALTHY + AFTER if spike is None else spike + AFTER)
+        row["spike"] = spike = spike if is_natural else spike_of(norms, before)
         if spike is None:
             cleared(folders)
             return row
         for tool in attached:
             answer = tool.answer(run, spike)
             extra = seconds[spike] - statistics.median(seconds[step] for step in MEASURED)
-            found = score(run.truth, answer, spike) | {"answer": vars(answer)}
+            first = spike if is_natural else HEALTHY
+            found = score(truth or run.truth, answer, spike, first) | {"answer": vars(answer)}
             if len(group) == 1:
                 prices = [seconds[step] / usual_s[step] - 1 for step in MEASURED]
                 found |= {"price": statistics.median(prices), "seconds": max(extra, 0.0)}
@@ -65,42 +74,57 @@ def measure_plan(kind: str, plan: Plan, tools: Sequence[str]) -> Record:
     return row
 
 
-def _run(kind: str, plan: Plan, is_faulty: bool, tools: Sequence[Tool]) -> tuple[list[float], list[float], Kind]:
+def _run(
+    kind: str, plan: Plan, is_faulty: bool, tools: Sequence[Tool], num_steps: int
+) -> tuple[list[float], list[float], Kind]:
     """Return the norms and the processor time of each step, and the run."""
     given: dict[str, object] = {}
     for tool in tools:
         given |= tool.given()
     seconds = []
     with contextlib.redirect_stdout(io.StringIO()):
-        run = KINDS[kind](plan, is_faulty, **given)
+        run = (KINDS | NATURAL)[kind](plan, is_faulty, **given)
         for tool in tools:
             tool.attach(run)
             run.observers.append(tool.after_backward)
-        for _ in range(HEALTHY + AFTER):
+        for _ in range(num_steps):
             before = time.process_time()
             run.take()
             seconds.append(time.process_time() - before)
     return run.norms, seconds, run
 
 
-def score(truth: Truth, answer: Answer, spike: int) -> Record:
+def score(truth: Truth, answer: Answer, spike: int, first: int = HEALTHY) -> Record:
     """Return whether a tool noticed by itself, and whether it names the right link and place, and anything innocent.
 
-    To notice is to speak between the first faulty step and the one after the spike. What a tool names at the spike's
-    step counts whether or not it noticed: a user who knows the step may ask for it.
+    To notice is to speak between the ``first`` faulty step and the one after the spike. What a tool names at the
+    spike's step counts whether or not it noticed: a user who knows the step may ask for it.
     """
-    noticed = answer.step is not None and HEALTHY <= answer.step <= spike + 1
+    noticed = answer.step is not None and first <= answer.step <= spike + 1
     if truth.rows and truth.position is not None and answer.tokens:
         place = any((*row, truth.position) in answer.tokens[:3] for row in truth.rows)
     elif truth.rows:
         place = bool(truth.rows & {*answer.rows[:3]})
-        place |= truth.is_everywhere and answer.link in truth.links and not answer.rows
+        is_elsewhere = truth.is_everywhere or answer.link != "batch"  # two links may be right answers
+        place |= is_elsewhere and answer.link in truth.links and not answer.rows
     elif truth.parameter:
         place = truth.parameter in answer.parameters[:3]
     else:  # the whole batch, or every parameter
         place = answer.link in truth.links and not answer.rows
-    accused = {*answer.rows[: answer.num_accused]} - truth.rows
+    accused = {*answer.rows[: answer.num_accused]} - truth.rows - truth.involved
     return {"noticed": noticed, "link": answer.link in truth.links, "place": place, "innocent": bool(accused)}
+
+
+def planted(rows: Sequence[Record]) -> list[Record]:
+    """Return the rows of planted faults."""
+    return [row for row in rows if row["kind"] in KINDS]
+
+
+def report(rows: Sequence[Record]) -> str:
+    """Return the tables of planted faults, and those of natural spikes, in Markdown."""
+    natural = [row for row in rows if row["kind"] in NATURAL]
+    parts = [part for part in (planted(rows), natural) if any(row["spike"] is not None for row in part)]
+    return "\n\n".join(text for part in parts for text in (sentence(part), comparison(part), by_kind(part)))
 
 
 def comparison(rows: Sequence[Record]) -> str:
@@ -124,8 +148,8 @@ def by_kind(rows: Sequence[Record]) -> str:
     """Return how often each tool has the right place, by kind of spike, as a Markdown table."""
     spikes = [row for row in rows if row["spike"] is not None]
     names = _names(spikes)
-    lines: list[Sequence[object]] = [("planted", "spikes", *names)]
-    for kind in KINDS:
+    lines: list[Sequence[object]] = [("kind", "spikes", *names)]
+    for kind in [*KINDS, *NATURAL]:
         found = [row["answers"] for row in spikes if row["kind"] == kind]
         if found:
             lines.append((kind, len(found), *(sum(each[name]["place"] for each in found) for name in names)))
@@ -138,10 +162,10 @@ def _names(spikes: Sequence[Record]) -> list[str]:
 
 
 def picture(rows: Sequence[Record], path: Path) -> None:
-    """Draw the shares of spikes with the right place, and with an innocent accused, as bars by tool."""
+    """Draw the shares of planted spikes with the right place, and with an innocent accused, as bars by tool."""
     import matplotlib.pyplot as plt
 
-    spikes = [row for row in rows if row["spike"] is not None]
+    spikes = [row for row in planted(rows) if row["spike"] is not None]
     names = _names(spikes)[::-1]
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for offset, column, label, color in (
@@ -160,8 +184,8 @@ def picture(rows: Sequence[Record], path: Path) -> None:
 
 def sentence(rows: Sequence[Record]) -> str:
     """Return how many runs spiked."""
-    num_spikes = sum(row["spike"] is not None for row in rows)
-    return f"{len(rows)} runs with a fault; {num_spikes} had a norm {TIMES:g} times the usual one, and are compared."
+    num_spikes, what = sum(row["spike"] is not None for row in rows), "with a fault" if planted(rows) else "without one"
+    return f"{len(rows)} runs {what}; {num_spikes} had a norm {TIMES:g} times the usual one, and are compared."
 
 
 def measured(cell: tuple[str, str, int, list[str]]) -> Record:
