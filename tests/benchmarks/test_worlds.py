@@ -37,7 +37,7 @@ def test_a_world_of_each_kind_is_searched_as_its_truth_wants():
     assert {row["plant"] for row in rows} == set(kinds)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_worlds_that_failed_once_are_right():
     """Culprits that a loud one of another micro-batch hid, and a segment of a row that its loss pulled anyway."""
     rows = measure([594680264077, 740540015202, 614242241952], "float32")

@@ -59,7 +59,7 @@ class ByHand(Long):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [Long, ByHand])
+@pytest.mark.parametrize("kind", [pytest.param(Long, marks=pytest.mark.slow), ByHand])
 def test_a_norm_that_the_loop_clips_is_seen(kind, tmp_path):
     check(*watched(kind, tmp_path, trigger={"warmup": 8, "window": 16}))
 

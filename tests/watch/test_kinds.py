@@ -26,7 +26,7 @@ RANKED = [each for each in OF_ALL if issubclass(each, kinds.Ranked) and each is 
 ALONE = [each for each in OF_ALL if not issubclass(each, kinds.Ranked)]
 SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers, kinds.LightningByValue}
 SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.Scaled, kinds.Replicated}
-SLOW |= {kinds.ReplicatedLater, kinds.ShardedFlat}
+SLOW |= {kinds.ReplicatedLater, kinds.ShardedFlat, kinds.CompiledOwn, kinds.ShardedHead, kinds.ShardedOffloaded}
 CLOSE = 1e-6
 """Between weights of a masked step that is another order of sums."""
 
