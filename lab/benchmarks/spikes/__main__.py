@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every tool's answer to every spike of the collection, scored alike: docs/peers.md has the table.
 
-    python -m lab.benchmarks.spikes                          # three fresh seeds of each kind and model
+    python -m lab.benchmarks.spikes                          # two fresh seeds of each kind and model
     python -m lab.benchmarks.spikes --seeds 1 --kind token --tool GradLoc --tool trainscope
 
 A run that was stopped goes on with ``--resume``. Packages that are not installed are left out, and the record says so:
@@ -24,7 +24,9 @@ from lab.benchmarks.spikes.tools import TOOLS
 
 def main() -> int:
     made = parser("spikes", __doc__)
-    made.add_argument("--seeds", type=int, default=3, help="fresh seeds of each kind and model")
+    made.add_argument(
+        "--seeds", type=int, default=2, help="fresh seeds of each planted kind and model; twice of natural ones"
+    )
     made.add_argument("--seed", type=int, action="append", help="these seeds instead")
     made.add_argument("--kind", choices=[*KINDS, *NATURAL], action="append")
     made.add_argument("--tool", choices=TOOLS, action="append")
@@ -42,12 +44,12 @@ def main() -> int:
     if args.resume and path.exists():
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     done = Counter((row["kind"], row["model"]) for row in rows)
-    fresh = random.SystemRandom()
+    draw = lambda count: [random.SystemRandom().randrange(2**30) for _ in range(count)]  # noqa: E731
     cells = [
         (kind, model, seed, tools)
         for kind in args.kind or [*KINDS, *NATURAL]
         for model in models_of(kind)
-        for seed in (args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)])[done[kind, model] :]
+        for seed in (args.seed or draw(args.seeds * (1 + (kind in NATURAL))))[done[kind, model] :]
     ]
     record = {"command": as_typed("spikes"), "sources": digest(), "versions": versions, "settings": settings}
     progress = Progress(max(len(cells), 1))
