@@ -44,12 +44,11 @@ def main() -> int:
     if args.resume and path.exists():
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     done = Counter((row["kind"], row["model"]) for row in rows)
-    draw = lambda count: [random.SystemRandom().randrange(2**30) for _ in range(count)]  # noqa: E731
     cells = [
         (kind, model, seed, tools)
         for kind in args.kind or [*KINDS, *NATURAL]
         for model in models_of(kind)
-        for seed in (args.seed or draw(args.seeds * (1 + (kind in NATURAL))))[done[kind, model] :]
+        for seed in (args.seed or _fresh_seeds(args.seeds * (1 + (kind in NATURAL))))[done[kind, model] :]
     ]
     record = {"command": as_typed("spikes"), "sources": digest(), "versions": versions, "settings": settings}
     progress = Progress(max(len(cells), 1))
@@ -62,6 +61,10 @@ def main() -> int:
     rows.sort(key=lambda row: (order.index(row["kind"]), row["model"], row["seed"]))
     finish({**record, "rows": rows}, args.out, "spikes", report(rows))
     return 0
+
+
+def _fresh_seeds(count: int) -> list[int]:
+    return [random.SystemRandom().randrange(2**30) for _ in range(count)]
 
 
 if __name__ == "__main__":
