@@ -16,6 +16,8 @@ class Part:
         return {"value": self.value}
 
     def load_state(self, state):
+        if state["value"] == []:
+            raise IndexError("an empty history")
         self.value = state["value"]
 
 
@@ -51,8 +53,9 @@ def test_a_file_that_cannot_be_read_is_said_and_all_starts_anew(tmp_path, caplog
     assert part.value == 3 and "could not be read" in caplog.text
 
 
-def test_a_part_whose_state_is_not_ours_starts_anew_and_the_others_do_not(tmp_path, caplog):
-    (tmp_path / "gradloc.json").write_text('{"driver": {"of": "another"}, "health": {"value": 5}}')
+@pytest.mark.parametrize("state", ['{"of": "another"}', "5", "[]", '{"value": []}'])
+def test_a_part_whose_state_is_not_ours_starts_anew_and_the_others_do_not(tmp_path, caplog, state):
+    (tmp_path / "gradloc.json").write_text(f'{{"driver": {state}, "health": {{"value": 5}}}}')
     parts = {"driver": Part(3), "health": Part()}
     load_states(parts, str(tmp_path))
     assert (parts["driver"].value, parts["health"].value) == (3, 5)
