@@ -70,9 +70,11 @@ def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[S
         found = []
         values = shares.products.__getitem__, shares.doubt, compute_pulls(task).__getitem__
         for index, first, (products, doubts, pulls) in rows_of(task, *values):
-            is_strong = strong > 0 and _is_pulled(pulls[pulls > 0], strong)
-            least_run = max(task.culprit_norm, UNUSUAL * typical)
-            for start, end in spans_in(products / norm, doubts / norm, is_strong, task.culprit_norm, least_run):
+            pulled = pulls[pulls > 0]
+            is_strong = strong > 0 and _is_pulled(pulled, strong)
+            is_alike = _is_pulled(pulled, 0.0)
+            least = task.culprit_norm, max(task.culprit_norm, UNUSUAL * typical)
+            for start, end in spans_in(products / norm, doubts / norm, is_strong, *least, is_alike):
                 bound = _bound(products[start:end] / norm, doubts[start:end] / norm)
                 found.append(_found(bound, index, first + start, first + end, len(products), bound))
         return found
@@ -309,33 +311,41 @@ def _order(found: _Found) -> tuple:
 
 
 def spans_in(
-    values: torch.Tensor, errors: torch.Tensor, is_strong: bool, least: float, least_run: float
+    values: torch.Tensor,
+    errors: torch.Tensor,
+    is_strong: bool,
+    least: float,
+    least_run: float,
+    is_alike: bool = False,
 ) -> list[tuple[int, int]]:
     """Return the intervals [start, end) of one row's tokens that are worth naming.
 
-    The whole row, if the loss pulls nearly all of it more and it is a culprit without its loudest few; its loud tokens,
-    neighbours together; or, where none is loud, the shortest run that carries nearly all, without the gap between two
-    tokens that do.
+    Its loud tokens, neighbours together; or, where none is loud, the shortest run that carries nearly all, without the
+    gap between two tokens that do. The whole row, if the loss pulls nearly all of it more and it is a culprit without
+    its loudest few, or pulls it alike and the rest without its loud tokens would be named.
 
     Args:
         values: signed lower bounds on the norm of each token's gradient, (n,).
         errors: how far each may be off by chance, (n,).
         is_strong: whether the loss pulls nearly all of the row more than usual.
         least: the least norm of a culprit.
-        least_run: the least norm of a run in a row without a loud token; more, where every row carries much.
+        least_run: the least norm of a run without a loud token; more, where every row carries much.
+        is_alike: whether the loss pulls all of the row alike, as of a damaged document.
     """
-    quiet = torch.ones(len(values), dtype=torch.bool)
+    is_loud = shrunk(values, errors).abs() >= least
+    quiet, has_loud = torch.ones(len(values), dtype=torch.bool), bool(is_loud.any())
     quiet[values.abs().topk(min(FEW, len(values))).indices] = False
     if is_strong and _bound(values[quiet], errors[quiet]) >= least:
         return [(0, len(values))]
-    is_loud = shrunk(values, errors).abs() >= least
-    start, end = _window(values)
-    if _bound(values[start:end], errors[start:end]) >= least_run and not is_loud.any():
-        return [(start + first, start + last) for first, last in _carriers(values[start:end])]
+    if is_alike and has_loud and _bound(values[~is_loud], errors[~is_loud]) >= least_run:
+        return [(0, len(values))]
     found = []
-    for start, end in _runs(is_loud.tolist()):
-        is_one = _bound(values[start:end], errors[start:end]) >= least  # else they cancel
-        found += [(start, end)] if is_one else [(number, number + 1) for number in range(start, end)]
+    for first, last in _runs(is_loud.tolist()):
+        adds_up = _bound(values[first:last], errors[first:last]) >= least  # else they cancel
+        found += [(first, last)] if adds_up else [(number, number + 1) for number in range(first, last)]
+    start, end = _window(values)
+    if not has_loud and _bound(values[start:end], errors[start:end]) >= least_run:
+        return [(start + first, start + last) for first, last in _carriers(values[start:end])]
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import gradloc
-from tests.recipes.material import LENGTH, ROWS, STEP, tokenizer
+from tests.recipes.material import ROWS, STEP, tokenizer
 
 
 def main(material: Path, folder: str) -> None:
@@ -21,7 +21,7 @@ def main(material: Path, folder: str) -> None:
     words = tokenizer()
     model = AutoModelForCausalLM.from_pretrained(material / "model")
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
-    gradloc.Watch(model, optimizer, folder, trigger={"tau": 4.0}, search={"max_culprits": LENGTH + 1})
+    gradloc.Watch(model, optimizer, folder, trigger={"tau": 4.0})
     rows = [json.loads(line) for line in (material / "data" / "train.jsonl").read_text().splitlines()]
     for first in range(0, STEP * ROWS, ROWS):
         parts = [(words.encode(row["prompt"]), words.encode(row["completion"])) for row in rows[first:][:ROWS]]

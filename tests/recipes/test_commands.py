@@ -13,7 +13,7 @@ from lab.experiments import environment
 from lab.experiments.environment import ensure_python
 from tests.conftest import ROOT
 from tests.recipes import titan
-from tests.recipes.material import LENGTH, PLANTED, ROWS, STEP
+from tests.recipes.material import PLANTED, ROWS, STEP
 
 STEPS = 8
 LLAMAFACTORY = {
@@ -103,7 +103,6 @@ def test_it_is_named_in_a_loop_that_fabric_runs(material, tmp_path):
 @pytest.mark.parametrize("trainer", ["LLaMA-Factory", "ms-swift", "TRL"])
 def test_the_damaged_document_is_named(material, tmp_path, trainer):
     kind, command = commands(material)[trainer]
-    # a supervised loss pulls all tokens alike, so each of the document's is named by itself
-    settings = [f"folder={tmp_path}", "trigger.tau=4", f"search.max_culprits={LENGTH + 1}"]
+    settings = [f"folder={tmp_path}", "trigger.tau=4"]
     run(kind, tmp_path, "python", "-m", "gradloc.command", "run", *settings, *command)
     check_named(tmp_path)

@@ -205,6 +205,13 @@ def test_a_row_that_the_loss_pulls_more_as_a_whole_is_a_sequence_unless_few_toke
     assert spans([9.0, 9.0, 9.0] + [0.01] * 7, is_strong=True) == [(0, 3)]
 
 
+def test_a_row_that_the_loss_pulls_alike_is_a_sequence_where_it_is_a_culprit_without_its_loud_tokens():
+    document, middle = torch.tensor([0.8, 1.1, 0.7, 1.9, 0.6, 1.8]), torch.tensor([0.01] * 20 + [2.0] * 12)
+    for values, expected in ((document, [(0, 6)]), (middle, [(20, 32)]), (document * 0.1, [])):
+        assert spans_in(values, values * 0, False, 1.0, 1.0, is_alike=True) == expected
+    assert spans_in(document, document * 0, False, 1.0, 1.0) == [(1, 2), (3, 4), (5, 6)], "pulled by themselves"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_row_without_a_loud_token_is_named_by_the_shortest_run_that_carries_nine_tenths_without_its_gap(seed):
     source = random.Random(seed)

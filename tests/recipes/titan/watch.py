@@ -14,7 +14,7 @@ train_step = Trainer.train_step
 
 def watched_step(self: Any, data_iterator: Any) -> None:
     if self.step == LEARNED:
-        settings = {"trigger": {"tau": 2.0}, "search": {"max_culprits": 16}}
+        settings = {"trigger": {"tau": 2.0}}
         self.watch = gradloc.Watch(self.model_parts[0], folder=os.environ["GRADLOC_TITAN_FOLDER"], **settings)
     train_step(self, data_iterator)
 
