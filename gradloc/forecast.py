@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .core.memory_plans import COPIES, FLOAT32, LOGIT_BYTES, PLANS, USABLE, MemoryNeed, SearchPlan, rounded
+from .core.memory_plans import COPIES, FLOAT32, LOGIT_BYTES, PLANS, SAMPLE, USABLE, MemoryNeed, SearchPlan, rounded
 
 PCIE = 25e9
 """Bytes a second between a device and pinned memory, of a card on 16 lanes of PCIe 4."""
@@ -156,7 +156,7 @@ class Forecast:
     """The memory that a search takes of one device and of its node, in bytes."""
 
     held: int
-    """Device memory for weights, gradient and optimizer state."""
+    """Device memory for weights, gradient, optimizer state, and samples of weights."""
     need: MemoryNeed
     on_host: int
     """Processes of a node."""
@@ -201,7 +201,8 @@ def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
         pinned_state=is_there * 2 * pinned,
         pinned_copies=is_there * COPIES * pinned,
     )
-    held = is_there * (FLOAT32 * sum(tensors) + 3 * shards) + layout.whole * model.weights // split
+    samples = 2 * sum(min(size, FLOAT32 * SAMPLE) for size in owned)
+    held = is_there * (FLOAT32 * sum(tensors) + 3 * shards + samples) + layout.whole * model.weights // split
     return Forecast(held, need, min(layout.on_host, layout.gpus))
 
 

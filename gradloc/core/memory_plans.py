@@ -25,6 +25,8 @@ FLOAT32 = 4
 """Bytes of a number that is trained."""
 COPIES = 3
 """Copies of a rank's shards that a search holds: a direction, the culprits' gradient, the one that is being made."""
+SAMPLE = 2**11
+"""Elements of a parameter that are copied at each step, twice, to see how far it moved."""
 LOGIT_BYTES = 4.5
 """Bytes of a logit in a forward without a graph: float32, and an eighth for what is computed of a part."""
 SCRATCH_BYTES = 20

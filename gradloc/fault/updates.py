@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.gradients import GradientSpace
+from ..core.memory_plans import SAMPLE
 from ..core.ranks import Ranks
 from ..core.sharding import local_shard
 from ..explain.numbers import number
@@ -27,7 +28,6 @@ Undo = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any]], torch.Tens
 """Called with a parameter's local shard, its optimizer state, and its group's hyperparameters as they were in the last
 step; returns the shard before that step, or None where it cannot be known."""
 
-_SAMPLE = 2**11  # elements of a parameter whose movement is measured
 _WINDOW = 64  # steps whose movements are remembered
 _LEAST = 16  # steps before a movement is judged
 FAR = 8.0
@@ -450,8 +450,8 @@ def _local(value: Any, like: torch.Tensor) -> Any:
 def _place(param: torch.nn.Parameter) -> slice:
     """Return the run of elements that is sampled of a parameter's local shard: its middle."""
     count = local_shard(param).numel()
-    first = max(count - _SAMPLE, 0) // 2
-    return slice(first, min(first + _SAMPLE, count))
+    first = max(count - SAMPLE, 0) // 2
+    return slice(first, min(first + SAMPLE, count))
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -85,7 +85,9 @@ def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[S
 def _is_pulled(pulls: torch.Tensor, least: float) -> bool:
     """Return whether the loss pulls a row's typical token at least this much, and nearly all of its tokens alike: none
     far more, beyond chance, and few far less."""
-    middle = float(pulls.median()) if len(pulls) else 0.0
+    if not len(pulls):
+        return False
+    middle = float(pulls.median())
     chance = UNUSUAL * math.sqrt(2 * math.log(max(len(pulls), 2)))
     num_alike = int((pulls >= middle / chance).sum())
     return middle >= least and num_alike >= _NEARLY_ALL * len(pulls) and float(pulls.max()) <= chance * middle
