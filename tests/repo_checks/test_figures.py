@@ -71,8 +71,10 @@ WHOLE = {
     "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.changed)),
     "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events)),
     "spikes-without-tokens.md## How often it is right": ("links", lambda found: links.matrix(found["rows"])),
-    "peers.md## The table": ("spikes", lambda found: scoring.comparison(found["rows"])),
-    "peers.md## By kind": ("spikes", lambda found: scoring.by_kind(found["rows"])),
+    "peers.md## The table": ("spikes", lambda found: scoring.comparison(scoring.planted(found["rows"]))),
+    "peers.md## By kind": ("spikes", lambda found: scoring.by_kind(scoring.planted(found["rows"]))),
+    "peers.md## Natural spikes": ("spikes", lambda found: scoring.comparison(scoring.natural(found["rows"]))),
+    "peers.md## Natural spikes by kind": ("spikes", lambda found: scoring.by_kind(scoring.natural(found["rows"]))),
     "pretraining.md## By kind of damage": ("pretrain", as_suites_do(pretrain.by_kind)),
     "pretraining.md## Every peak": ("pretrain", as_suites_do(pretrain.peaks)),
 }
@@ -100,7 +102,9 @@ def test_how_many_architectures_are_right_is_the_record_s():
 
 
 def test_how_many_runs_spiked_is_the_record_s():
-    assert scoring.sentence(record("spikes")["rows"]) in page("docs/peers.md")
+    found = record("spikes")["rows"]
+    for part in (scoring.planted(found), scoring.natural(found)):
+        assert scoring.sentence(part) in page("docs/peers.md")
 
 
 @pytest.mark.parametrize("name", ["links", "engine_links"])

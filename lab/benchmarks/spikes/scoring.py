@@ -120,10 +120,14 @@ def planted(rows: Sequence[Record]) -> list[Record]:
     return [row for row in rows if row["kind"] in KINDS]
 
 
+def natural(rows: Sequence[Record]) -> list[Record]:
+    """Return the rows of runs with nothing planted."""
+    return [row for row in rows if row["kind"] in NATURAL]
+
+
 def report(rows: Sequence[Record]) -> str:
     """Return the tables of planted faults, and those of natural spikes, in Markdown."""
-    natural = [row for row in rows if row["kind"] in NATURAL]
-    parts = [part for part in (planted(rows), natural) if any(row["spike"] is not None for row in part)]
+    parts = [part for part in (planted(rows), natural(rows)) if any(row["spike"] is not None for row in part)]
     return "\n\n".join(text for part in parts for text in (sentence(part), comparison(part), by_kind(part)))
 
 
