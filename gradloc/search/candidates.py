@@ -136,7 +136,8 @@ def find_usual_pull(task: Task) -> UsualPull:
     """Return the median pull of a row that two fifths of all ranks' rows surpass: if more are off, the batch is.
 
     Where the run has a history, rows with a coefficient that is unusual in it are left out, unless more than three
-    fifths are: then the batch is scaled. Without a history it is where the pull is unusual for a log-prob's loss.
+    fifths are: then the batch is scaled. Without a history, or an unusual row, it is where the pull is unusual for a
+    log-prob's loss.
     """
     usual, step = task.usual_coefficient, task.prober.step
 
@@ -150,12 +151,13 @@ def find_usual_pull(task: Task) -> UsualPull:
     gathered = task.prober.ranks.gather(task.prober.ranks.run_local_synced(local))
     rows = [row for part in gathered for row in part if row[0] > 0]
     ordinary = sorted(pull for pull, is_unusual in rows if not is_unusual)
-    has_ordinary = usual is not None and len(ordinary) >= (1 - _USUAL) * len(rows)
+    is_telling = len(ordinary) < len(rows)
+    has_ordinary = is_telling and len(ordinary) >= (1 - _USUAL) * len(rows)
     known = (ordinary if has_ordinary else sorted(pull for pull, _ in rows)) or [0.0]
     place = _USUAL * len(known)
     further = place + 2 * math.sqrt(place * (1 - _USUAL))
     pull = known[int(place)]
-    is_scaled = pull > UNUSUAL if usual is None else not has_ordinary
+    is_scaled = not has_ordinary if is_telling else pull > UNUSUAL
     return UsualPull(pull, known[min(math.ceil(further), len(known) - 1)], is_scaled)
 
 

@@ -39,11 +39,11 @@ class Place(NamedTuple):
     @classmethod
     def find(cls, view: torch.Tensor, hidden: torch.Tensor) -> "Place":
         """Return where a view of h lies in it."""
+        if (view.shape, view.stride()) == (hidden.shape, hidden.stride()):
+            return cls.whole(view.shape)
         if not hidden.is_contiguous():  # (B, T, H) that lies in memory as the view does, (T, B, H)
             (length, rows, size), width = view.shape, hidden.shape[1]
             return cls((length, rows, size), (size, width * size, 1), 0)
-        if view.shape == hidden.shape:
-            return cls.whole(view.shape)
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - hidden.storage_offset()))
 
     def positions(self, device: torch.device) -> torch.Tensor:
