@@ -10,13 +10,13 @@ from lab.benchmarks.spikes.scoring import measure, measure_plan, score
 from lab.benchmarks.spikes.tools import Answer
 
 SMALL = Plan("gpt", 3, 32, 2, 1e-3, 0.01, 0.99, 2, 4)
-QUICK = ("token", "stale rollouts", "not finite", "router", "head scale")
-SLOW = ("row", "group", "whole batch", "off-policy ratio", "one gradient")
+TEN = ("token", "row", "group", "whole batch", "off-policy ratio", "stale rollouts", "not finite", "router")
+TEN += ("one gradient", "head scale")
 TOKEN = Truth(frozenset({"batch"}), frozenset({(1, 0)}), 7)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+@pytest.mark.parametrize("kind", TEN)
 def test_two_tools_answer_to_a_spike_of_each_kind(kind):
     found = measure_plan(kind, SMALL, ["GradLoc", "largest loss"])
     assert found["spike"] == HEALTHY
