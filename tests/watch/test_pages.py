@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradloc
+from gradloc.adapters.hf import run
 from tests.watch.test_harmless import events_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +151,15 @@ def test_the_readme_has_the_one_line(tmp_path, monkeypatch):
     model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
     optimizer.step()
     assert (tmp_path / "runs" / "x" / "metrics.jsonl").exists()
+
+
+def test_a_folder_named_run_is_opened_by_its_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run.main(["-o", "page.html"]) == 2
+    assert capsys.readouterr().err.strip().endswith("give the one that trains, as you call it")
+    Path("run").mkdir()
+    assert run.main(["-o", "page.html"]) == 2
+    assert capsys.readouterr().err.strip().endswith("for a folder named run: gradloc ./run")
 
 
 def test_the_notebook_runs_and_names_the_token(tmp_path, monkeypatch):

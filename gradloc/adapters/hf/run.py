@@ -43,7 +43,9 @@ def main(words: list[str]) -> int:
         print(USAGE, end="")
         return 0 if words else 2
     if shutil.which(words[0]) is None:
-        print(f"gradloc run: there is no command {words[0]}; give the one that trains, as you call it", file=sys.stderr)
+        or_folder = "; for a folder named run: gradloc ./run" if Path("run").is_dir() else ""
+        why = f"there is no command {words[0]}; give the one that trains, as you call it{or_folder}"
+        print(f"gradloc run: {why}", file=sys.stderr)
         return 2
     startup = str(Path(__file__).parent / "startup")
     path = os.pathsep.join([startup, *filter(None, [os.environ.get("PYTHONPATH")])])
