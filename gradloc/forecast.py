@@ -201,7 +201,8 @@ def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
         pinned_state=is_there * 2 * pinned,
         pinned_copies=is_there * COPIES * pinned,
     )
-    samples = 2 * sum(min(size, FLOAT32 * SAMPLE) for size in owned)
+    sample = FLOAT32 * SAMPLE * max(model.experts, 1)  # experts count as one tensor here
+    samples = 2 * sum(min(size, sample) for size in owned)
     held = is_there * (FLOAT32 * sum(tensors) + 3 * shards + samples) + layout.whole * model.weights // split
     return Forecast(held, need, min(layout.on_host, layout.gpus))
 

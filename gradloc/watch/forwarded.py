@@ -41,7 +41,7 @@ class Place(NamedTuple):
         """Return where a view of h lies in it."""
         if (view.shape, view.stride()) == (hidden.shape, hidden.stride()):
             return cls.whole(view.shape)
-        if not hidden.is_contiguous():  # (B, T, H) that lies in memory as the view does, (T, B, H)
+        if not hidden.is_contiguous():  # (B, T, H), stored as the view is: (T, B, H)
             (length, rows, size), width = view.shape, hidden.shape[1]
             return cls((length, rows, size), (size, width * size, 1), 0)
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - hidden.storage_offset()))

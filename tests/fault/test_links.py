@@ -207,7 +207,7 @@ def test_without_an_earlier_step_it_is_said_that_nothing_is_decided(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
-        pytest.param("fsdp2", "second_moments", marks=pytest.mark.slow),  # fault/test_injected.py undoes one process's
+        ("fsdp2", "second_moments"),
         pytest.param("ddp", "learning_rate", marks=pytest.mark.slow),
         pytest.param("fsdp1", "learning_rate", marks=pytest.mark.slow),
         pytest.param("fsdp2", "weight_decay", marks=pytest.mark.slow),

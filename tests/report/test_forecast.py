@@ -25,7 +25,7 @@ EXPERTS = BASE | EXPERTS | {"model_type": "qwen3_moe"}
 HALF = {"dtype": "bfloat16"}
 AGAIN = {"is_checkpointed": True}
 SHARDS = {"plain": 1, "ddp": 1, "hsdp": 2}
-MOST = 0.15
+MOST = {"held": 0.1, "trained": 0.1, "searched": 0.15}
 
 CASES = [
     (2, "fsdp2", DEEP, HALF | AGAIN),
@@ -76,10 +76,10 @@ def test_it_is_near_what_is_counted(world_of, size, layout, config, given):
     wanted = {"held": told.held, "trained": told.trained, "searched": told.device(PLANS[0])}
     off = {name: size / counted[name] - 1 for name, size in wanted.items()}
     print(size, layout, {name: f"{each:+.1%}" for name, each in off.items()})
-    assert max(map(abs, off.values())) <= MOST, off
+    assert all(abs(off[name]) <= most for name, most in MOST.items()), off
     reckoned = counted["need"]
     for name in ("shards", "state", "pinned_state") if not rank else ("shards", "state"):
-        assert getattr(told.need, name) == pytest.approx(getattr(reckoned, name), rel=MOST), name
+        assert getattr(told.need, name) == pytest.approx(getattr(reckoned, name), rel=0.1), name
 
 
 @pytest.mark.full
