@@ -38,29 +38,33 @@ _OF_PARQUET = re.compile(
     rf"{_NUMBER}|{_TEXT}|null|(?:decimal|date|time|duration).*|dictionary<values=(?:{_NUMBER}|{_TEXT}),.*"
     rf"|(?:large_)?list<\w+: {_NUMBER}(?: not null)?>"
 )
+_NO_MARK = bytes({*range(256)} - {*b"[{,"})
 QUERY_SECONDS = 8.0  # seconds between two rows of a database
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON from a file; raise ValueError where it is none, too large, or nested deeper than anything we read."""
-    marks = (b"[", b"{", b",") if isinstance(text, bytes) else ("[", "{", ",")
-    lists, objects, commas = (text.count(mark) for mark in marks)  # type: ignore[arg-type]
-    if len(text) > DOCUMENT or commas > VALUES or lists + objects > OPENED:
+def parse_json(text: str | bytes, max_levels: int | None = NESTED) -> Any:
+    """Parse JSON from a file; raise ValueError where it is none, too large, or nested deeper than anything we read.
+
+    ``max_levels`` is None for a caller that takes known fields alone, as :func:`.reading.read` does.
+    """
+    marks = (text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")).translate(None, _NO_MARK)
+    opened = marks.count(b"[") + marks.count(b"{")
+    if len(text) > DOCUMENT or marks.count(b",") > VALUES or opened > OPENED:
         raise ValueError(f"it holds more than {DOCUMENT // MB} MB, {VALUES:,} values or {OPENED:,} lists")
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"it is nested more than {NESTED} levels deep") from None
-    if lists + objects > NESTED and _is_deeper(value):
-        raise ValueError(f"it is nested more than {NESTED} levels deep")
+    if max_levels is not None and opened > max_levels and _is_deeper(value, max_levels):
+        raise ValueError(f"it is nested more than {max_levels} levels deep")
     return value
 
 
-def _is_deeper(value: Any) -> bool:
+def _is_deeper(value: Any, max_levels: int) -> bool:
     level = [value]
-    for _ in range(NESTED + 1):
-        inner = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
-        level = [item for item in inner if isinstance(item, dict | list)]
+    for _ in range(max_levels + 1):
+        inner = (each.values() if type(each) is dict else each for each in level)
+        level = [item for items in inner for item in items if type(item) is dict or type(item) is list]
         if not level:
             return False
     return True

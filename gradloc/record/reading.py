@@ -68,7 +68,7 @@ def _reader(hint: Any) -> tuple[frozenset[type], Reader]:
         readers, is_any_length = [_reader(arg)[1] for arg in args if arg is not ...], args[-1] is ...
         return frozenset(), functools.partial(_tuple, readers, is_any_length and args[0])
     if origin is dict:
-        return frozenset(), functools.partial(_dict, _reader(args[1])[1])
+        return frozenset(), functools.partial(_dict, *_reader(args[1]))
     return frozenset(), lambda raw: raw
 
 
@@ -124,9 +124,11 @@ def _tuple(readers: list[Reader], item: Any, raw: Any) -> Any:
     return tuple(found)
 
 
-def _dict(inner: Reader, raw: Any) -> Any:
+def _dict(unchanged: frozenset[type], inner: Reader, raw: Any) -> Any:
     if not isinstance(raw, dict):
         raise Misfit("an object", raw)
+    if unchanged.issuperset(map(type, raw.values())):
+        return raw
     found, key = {}, ""
     try:
         for key, value in raw.items():

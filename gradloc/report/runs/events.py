@@ -39,6 +39,13 @@ def is_event(folder: Path) -> bool:
     return folder.parent.name == "events" and any((folder / f"{name}.json").is_file() for name in RECORDS)
 
 
+LISTED = (
+    *("schema_version", "event_id", "run", "step", "trigger", "search", "culprits", "certificate", "action"),
+    *("cause", "fault", "model", "folder"),
+)
+"""Fields of an event that its row is made of."""
+
+
 class EventRow(NamedTuple):
     """One event's row in a list."""
 
@@ -144,8 +151,21 @@ def _read_at(path: Path, start: int, event_id: str) -> Event:
     """Read the event whose line begins at this byte."""
     with path.open("rb") as file:
         file.seek(start)
-        raw = parse_json(file.readline(DOCUMENT).decode("utf-8", errors="replace"))
-    return replace(read(Event, raw), event_id=event_id)
+        raw = _parse(file.readline(DOCUMENT))
+    try:
+        event = read(Event, raw)
+    except ValueError:  # a field that its row does without
+        event = read(Event, _listed(raw))
+    return replace(event, event_id=event_id)
+
+
+def _parse(line: bytes) -> Any:
+    return parse_json(line.decode("utf-8", errors="replace"), max_levels=None)
+
+
+def _listed(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that an event's row is made of."""
+    return {name: raw[name] for name in LISTED if name in raw}
 
 
 def read_events(path: Path) -> tuple[Events, list[str]]:
@@ -165,7 +185,7 @@ def read_events(path: Path) -> tuple[Events, list[str]]:
                 continue
             if not line.strip():
                 continue
-            event, note = _read_line(line, number, is_last=not line.endswith(b"\n"))
+            event, note = _read_line(line, number, is_whole=len(events) < KEPT)
             if note:
                 notes.append(note)
             if event is not None:
@@ -177,12 +197,13 @@ def read_events(path: Path) -> tuple[Events, list[str]]:
     return events, notes
 
 
-def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, str | None]:
+def _read_line(line: bytes, number: int, is_whole: bool) -> tuple[Event | None, str | None]:
+    """Read an event, as a whole or as far as its row needs it, and a note on what is wrong with it."""
     where = f"Line {number} of events.jsonl"
     try:
-        raw = parse_json(line.decode("utf-8", errors="replace"))
+        raw = _parse(line)
     except json.JSONDecodeError:
-        if is_last:
+        if not line.endswith(b"\n"):
             return None, f"The last line of events.jsonl (line {number}) is cut off and was left out."
         return None, f"{where} is not JSON and was left out."
     except ValueError as error:
@@ -192,7 +213,7 @@ def _read_line(line: bytes, number: int, is_last: bool) -> tuple[Event | None, s
     version = raw.get("schema_version")
     is_known = version in (1, EVENT_VERSION)
     try:
-        event = read(Event, raw)
+        event = read(Event, raw if is_whole else _listed(raw))
     except ValueError as error:
         of = "" if is_known else f" is of schema version {version!r} (known: 1, {EVENT_VERSION}) and"
         return None, f"{where}{of} cannot be read ({error}); it was left out."

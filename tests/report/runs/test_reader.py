@@ -11,6 +11,7 @@ from gradloc.record import Event, Fault
 from gradloc.record.reading import read
 from gradloc.report.errors import ReportError
 from gradloc.report.logs.recording import MEAN
+from gradloc.report.runs import events as reader
 from gradloc.report.runs.events import read_sequences, row_of
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
@@ -83,6 +84,15 @@ def test_a_line_beyond_the_limit_costs_only_itself(tmp_path, monkeypatch):
     monkeypatch.setattr("gradloc.report.runs.events.DOCUMENT", 40_000)
     run = read_run(tmp_path)
     assert steps(run) == [1, 3] and run.notes[0] == "Line 2 of events.jsonl was left out: it is larger than 0.04 MB."
+
+
+def test_beyond_the_first_events_only_rows_are_read_and_a_broken_field_costs_the_details(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "KEPT", 1)
+    events = [make_event(at) | {"shares": {"closure": closure}} for at, closure in enumerate((1.0, 1.0, []))]
+    run = read_run(write_run(tmp_path, events))
+    assert [row_of(event) for event in run.events] == run.events.rows and not run.notes[1:]
+    assert [event.shares and event.shares.closure for event in run.events] == [1.0, 1.0, None]
+    assert run.events[2].culprits[0].tokens == (" is",)
 
 
 def test_two_events_of_one_name_stay_apart(tmp_path):
