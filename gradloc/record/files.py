@@ -22,6 +22,7 @@ VALUES = 6 * MB  # values in a document
 LITERAL = MB // 2  # values in a Python literal, which takes ten times the memory of JSON
 RATIO, FREE = 40, 10 * MB  # bytes that one packed byte may become, beyond the first ones; a log packs 5 to 30 to one
 UNPACKED = 4_000 * MB  # bytes that an archive, a packed file or a pipe may hold
+WINDOW = 160 * MB  # bytes of memory that unpacking a .xz may take; xz -9 takes 65 MB
 MEMBERS = 10_000  # files in an archive
 HEADER = 64_000  # bytes of a long name or of attributes in a tar, of a name or a comment in a gzip
 RECORD = 8 * MB  # bytes of a record in a stream of records

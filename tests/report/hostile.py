@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 import traceback
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,10 +121,10 @@ def _packed(part: bytes, count: int, opener: Callable = gzip.open) -> bytes:
     return made.getvalue()
 
 
-def zip_of(entries: dict[str, bytes], repeat: int = 1) -> bytes:
+def zip_of(entries: dict[str, bytes], repeat: int = 1, method: int = zipfile.ZIP_DEFLATED) -> bytes:
     """A zip of these files, by name; ``repeat``: each content that often."""
     made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(made, "w", method) as archive:
         for name, content in entries.items():
             with archive.open(name, "w", force_zip64=True) as file:
                 for _ in range(repeat):
@@ -162,6 +163,15 @@ def _zstd(content: bytes) -> bytes:
     return zstandard.compress(content)
 
 
+def _window() -> bytes:
+    """An .xz whose header asks for a window of 4 GB."""
+    packed = bytearray(lzma.compress(NORMS.encode(), preset=0))
+    end = 12 + 4 * (packed[12] + 1)
+    packed[packed.index(b"\x21\x01", 12, end) + 2] = 40
+    packed[end - 4 : end] = struct.pack("<I", zlib.crc32(packed[12 : end - 4]))
+    return bytes(packed)
+
+
 _FILE, _RUN = tarfile.REGTYPE, ("run.jsonl", tarfile.REGTYPE, GOOD.encode())
 PACKED: dict[str, Callable[[], bytes]] = {
     "zeros.wandb.gz": lambda: _packed(b":W&B\0\0\0" + b"\0" * MB, 1500),
@@ -169,6 +179,8 @@ PACKED: dict[str, Callable[[], bytes]] = {
     "rows.log.gz": lambda: _packed(b"step:1 - actor/grad_norm:1\n" * 40_000, 300),
     "spaces.json.gz": lambda: _packed(b'{"log_history":[' + b" " * MB, 400),
     "zeros.log.xz": lambda: _packed(b"\0" * MB, 300, lzma.open),
+    "window.log.xz": _window,
+    "lzma.zip": lambda: zip_of({"run.jsonl": GOOD.encode()}, method=zipfile.ZIP_LZMA),
     "zeros.log.bz2": lambda: _packed(b"\0" * MB, 300, bz2.open),
     "twice.log.gz": lambda: gzip.compress(_packed(b"\0" * MB, 300)),
     "cut.log.gz": lambda: _packed(NORMS.encode(), 3)[:-30],

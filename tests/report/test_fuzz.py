@@ -74,6 +74,10 @@ FOUND = {
     "a notebook of other types": ("documents", "a.ipynb", json.dumps({"cells": [*_CELLS, 5]}).encode()),
     "points among others": ("documents", "a.json", b"[[0.5, 1, 2.0], 5, [0.5, 2, 2.0]]"),
     "a path that a pattern read again and again": ("settings", "run.sh", b"+gradloc=on trainer" + b"../" * 300),
+    "a number of many digits": ("text logs", "a.log", b"{'grad_norm': 1, a=" + b"9" * 3000 + b".5.5x}\n"),
+    "a number far from what follows": ("tables", "a.csv", b"step,grad_norm\n1,9" + b" " * 2500 + b"q\n"),
+    "a line across a page": ("text logs", "a.log", b"step 1 loss 0.5 grad_norm 1 " + b"=" * 100_000 + b"\n"),
+    "words far apart": ("text logs", "a.log", b"step 1 loss 0.5 grad_norm 1" + b" " * 100_000 + b"q\n"),
     "an escape in a script": ("settings", "run.sh", b"python -m verl.trainer.main_ppo trainer.nnodes='\x1b[2J'\n"),
 }
 

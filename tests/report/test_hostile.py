@@ -27,7 +27,7 @@ escape.zip slip.tar links.tar escape.tar cut.log.gz view.db computed.db bytes.db
 length.tfevents.1 cut.parquet far.xlsx lol.xlsx linked pipes equal nested words outside numbers one-name linked-
 parts large-metric names-of-few.jsonl digit-keys.json folder-of-5000.log sparse.tar empty-parts.log.gz
 nested.xlsx nested-in-2-mb.jsonl series-in-2-mb.json long-names.csv long-head.csv tags.ipynb computed-unseen.db
-view-behind-others.db nested-in-1-mb.db name.log.gz fixed.parquet lists.parquet
+view-behind-others.db nested-in-1-mb.db name.log.gz fixed.parquet lists.parquet window.log.xz lzma.zip
 """.split()
 ALL = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full, pytest.mark.slow])

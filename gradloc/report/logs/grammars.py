@@ -15,7 +15,10 @@ from .recording import OF_WATCH, Row
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
 _MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
-NUMBER = r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*(?:[eE][-+]?\d+)?|nan(?:\.0)?|inf(?:inity)?)"
+NUMBER = (  # (?!\d): a part of a number is not tried, which would take the square of its digits
+    r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+(?!\d)(?:\.\d*(?!\d))?(?:[eE][-+]?\d+(?!\d))?"
+    r"|nan(?:\.0)?|inf(?:inity)?)"
+)
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
@@ -57,7 +60,7 @@ PAIRS = re.compile(
     rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
     re.IGNORECASE,
 )
-_WORDS = re.compile(rf"(?:\s*\b([a-z][\w/.-]{{0,40}})\s+({NUMBER}))(?=\s+[a-z]|\s*$)", re.IGNORECASE)
+_WORDS = re.compile(rf"(?:(?<!\s)\s*\b([a-z][\w/.-]{{0,40}})\s+({NUMBER}))(?=\s+[a-z]|\s*$)", re.IGNORECASE)
 """A name and a number, on a line that holds nothing else."""
 _STATISTICS = {"mean", "avg", "average", "median", "min", "max", "std"}
 _SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
@@ -109,8 +112,9 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
 
 _OF_TRAINING = re.compile(r"loss|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE)
 _BLOCK = re.compile(
-    r"[=─━]{3,}(?: \[\w+\] -)?(?i:[ \w]*step) ?(\d{1,15})(?:/\d+)?\s*[=─━]{3,}|\bTrain step (\d{1,15})/\d+ done"
-    r"|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$|(?:^|-- GLOBAL_)(?i:(?:global_)?step):? (\d{1,15})\s*$"
+    r"(?<![=─━])[=─━]{3,}(?: \[\w+\] -)?(?i:[ \w]{0,60}step) ?(\d{1,15})(?:/\d+)?\s*[=─━]{3,}"
+    r"|\bTrain step (\d{1,15})/\d+ done|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$"
+    r"|(?:^|-- GLOBAL_)(?i:(?:global_)?step):? (\d{1,15})\s*$"
 )
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
 _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
@@ -215,8 +219,15 @@ class Console(Grammar):
         return more is not None
 
 
+_CALL = re.compile(r":[a-z][\w.]*\(")
+"""The beginning of a value such as ``np.float64(0.3)``."""
+
+
 def _dashed(text: str) -> dict[str, float]:
-    parts = text.replace(" - ", ":").split(":")
+    plain, num_calls = _CALL.subn(":", text) if "(" in text else (text, 0)
+    if 0 < num_calls == text.count("(") == text.count(")"):
+        plain = plain.replace(") - ", " - ").removesuffix(")")
+    parts = plain.replace(" - ", ":").split(":")
     try:
         return dict(zip(_clean(tuple(parts[::2])), map(float, parts[1::2]), strict=True))
     except ValueError:  # a value that is no plain number, or a name with a colon

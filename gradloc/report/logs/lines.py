@@ -45,7 +45,7 @@ _PROCESS = re.compile(
     r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[(?:rank|default)[ :=]*(\d+)\]|\brank[=:] ?(\d+)\b|\[\d+,(\d+)\]<std",
     re.IGNORECASE,
 )
-_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_REPEATED = re.compile(r"(?<!\s)\s*\[repeated \d+x across cluster\].*$")
 _SPELLED = re.compile(  # the letter comes first, and as a set: only that is scanned for
     r"[gG](?i:(?<!max_g)(?<!clip_g)(?!\w*(?:clip|limit|thresh))(?:rad(?:ient)?[ _.]*norm|norm)"
     rf"[\w/.]*['\"]?\s*[:=]\s*['\"]?(?:[\w.]+\()?{NUMBER})"

@@ -58,11 +58,13 @@ _PARTS = re.compile(
     r"^(?:train|training|metrics|optim|trainer|stats|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_"
 )
 _WRAPPED = re.compile(
-    r"\s*(?P<call>[A-Za-z_][\w.]*\()?\[?\s*"  # tensor( np.float64( [
-    r"(?P<value>[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"
-    r"\s*\]?(?(call)(?:,[^()]*)?\)?|(?:/[^()]*)?)\s*(?:%|m?s|it/s|tokens/s|GiB|GB|x)?\s*",
+    r"\s*(?:(?P<call>[A-Za-z_][\w.]*\()\s*)?(?:\[\s*)?"  # tensor( np.float64( [
+    r"(?P<value>[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))"
+    r"(?:\s*\])?(?(call)(?:,[^()]*)?\)?|(?:/[^()]*)?)\s*(?:(?:%|m?s|it/s|tokens/s|GiB|GB|x)\s*)?",
     re.IGNORECASE,
 )
+_LONGEST_NUMBER = 200
+"""Characters of a number that is spelled as a call, with a unit or a total."""
 _NORM = re.compile(
     r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad|\bgrdn\b"
 )
@@ -92,7 +94,8 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
     try:
         return float(text)
     except (TypeError, ValueError, OverflowError):
-        wrapped = _WRAPPED.fullmatch(text) if isinstance(text, str) else None
+        is_short = isinstance(text, str) and len(text) <= _LONGEST_NUMBER
+        wrapped = _WRAPPED.fullmatch(text) if is_short else None
         return float(wrapped["value"].replace(",", "")) if wrapped else None
 
 

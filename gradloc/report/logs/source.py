@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from ...record.files import DOCUMENT, HEADER, LINE, MB, MEMBERS, NESTED, SHEET, UNPACKED, is_bomb
+from ...record.files import DOCUMENT, HEADER, LINE, MB, MEMBERS, NESTED, SHEET, UNPACKED, WINDOW, is_bomb
 from ..errors import ReportError
 
 HEAD = 1 << 16
@@ -101,7 +101,7 @@ def _opened(path: Path, notes: list[str]) -> tuple[io.BufferedReader, bool]:
     packed = next((kind for magic, kind in _PACKED.items() if stream.peek(6).startswith(magic)), None)
     if packed is None:
         return stream, False
-    inner = {"gz": gzip.open, "xz": lzma.open, "bz2": bz2.open, "zst": _open_zst}[packed](stream)
+    inner = {"gz": gzip.open, "xz": _Xz, "bz2": bz2.open, "zst": _open_zst}[packed](stream)
     return io.BufferedReader(_Unpacked(inner, path, notes), HEAD), True
 
 
@@ -161,6 +161,27 @@ def _coding(head: bytes) -> str | None:
     return "utf-8"
 
 
+class _Xz:
+    """An xz file's content, one part after the other; a window that takes more memory than ``WINDOW`` is refused."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream, self._decoder = stream, lzma.LZMADecompressor(memlimit=WINDOW)
+
+    def read(self, size: int) -> bytes:
+        part = b""
+        while not part:
+            packed = self._stream.read(8192) if self._decoder.needs_input else b""
+            if self._decoder.eof:
+                packed = self._decoder.unused_data.lstrip(b"\0") or self._stream.read(8192).lstrip(b"\0")
+                if not packed:
+                    break
+                self._decoder = lzma.LZMADecompressor(memlimit=WINDOW)
+            elif self._decoder.needs_input and not packed:
+                raise EOFError("its end is missing")
+            part = self._decoder.decompress(packed, size)
+        return part
+
+
 def _open_zst(stream: BinaryIO) -> BinaryIO:
     for name, make in (  # pyarrow's never ends on a damaged file
         ("compression.zstd", lambda module: module.open(stream)),
@@ -200,6 +221,8 @@ def unpack(path: Path, until: ExitStack) -> Path:
                 if any(name.rpartition("/")[2] == "data.pkl" for name in archive.namelist()):
                     raise ReportError(f"{path.name} holds weights that torch saved, and no log.")
                 sizes = [entry.file_size for entry in archive.infolist()]
+                if any(entry.compress_type == zipfile.ZIP_LZMA for entry in archive.infolist()):
+                    raise ReportError(f"{path.name} is packed by LZMA, whose memory has no limit here: {advice}")
                 if len(sizes) > MEMBERS or is_bomb(sum(sizes), path.stat().st_size):
                     raise ReportError(f"{path.name} holds {len(sizes):,} files, {sum(sizes) / 1e9:.1f} GB: {advice}")
                 folder = Path(until.enter_context(tempfile.TemporaryDirectory()))

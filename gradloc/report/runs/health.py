@@ -174,7 +174,7 @@ def _by_the_log(verdict: Judgement, metrics: Metrics, at: int) -> Judgement:
     losses = [loss for loss in logged if loss is not None]
     is_skipped = bool(logged) and not losses  # Megatron leaves the loss out, and writes a norm of 0
     reasons = [
-        replace(reason, metric=metrics.called.get(reason.metric, reason.metric))
+        replace(reason, metric=metrics.called[reason.metric]) if reason.metric in metrics.called else reason
         for reason in verdict.reasons
         if not (reason.name == "no_gradient" and is_skipped)
     ]
