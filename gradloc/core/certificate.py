@@ -4,8 +4,9 @@
 In exact arithmetic all methods agree. In practice the spike G is large, the rest small, and G's rounding or the
 kernels' noise may be larger than the rest. So there are three methods, and the cheapest one that decides is used:
 
-- *subtract* the culprits' own backwards, which run again times -3/4 so that every product is rounded anew. What differs
-  is about 3e-7 of their norm in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy norms;
+- *subtract* the culprits' own backwards; the loudest one runs again times -3/4 so that every product is rounded anew.
+  What differs is about 3e-7 of its norm in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy
+  norms;
 - *swap* the micro-batches that hold culprits for the same without them. These run twice, since they cancel exactly only
   if kernels repeat (atomics in the backward of attention and of the embedding do not);
 - *recompute* all micro-batches without the culprits, if neither of these decides or costs less, or G is not finite.
@@ -15,7 +16,7 @@ docs/method.md, section 6, says how each bound is made, and why.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -90,6 +91,11 @@ _Measured = tuple[float, float, float | None, str]
 """(norm without the culprits, bound on its error, difference of two replays or None, method)"""
 
 
+def holders(tokens: Iterable[Token]) -> list[int]:
+    """Return the micro-batches that hold these tokens."""
+    return sorted({token.micro_batch for token in tokens})
+
+
 @dataclass(frozen=True)
 class Removal:
     """A step without its culprits. All ranks measure it together."""
@@ -108,6 +114,10 @@ class Removal:
     """Tokens to leave out."""
     can_afford: Callable[[int], bool] = lambda _: True
     """Whether this many more probes may be made. One pass over the micro-batches always may."""
+    parts: Sequence[Sequence[Token]] = ()
+    """The culprits in parts, quietest first, whose norms are wanted as well; none: one part."""
+    on_part: Callable[[int], None] = lambda _: None
+    """Called with a part's number while its gradient alone is in ``.grad``, if *subtract* measures it."""
 
     def certify(self, goes_on: bool = False) -> Certificate:
         """Measure the step's gradient norm without the culprits.
@@ -131,51 +141,55 @@ class Removal:
 
     def measure(self) -> _Measured | None:
         """*Subtract* or *swap*, if that is cheaper than recomputing everything; None if neither is, or decides."""
-        num_holders, num_micro_batches = len(self.holders), self.prober.step.num_micro_batches
+        num_micro_batches, parts = self.prober.step.num_micro_batches, self.parts or [self.culprits]
         subtracts = is_subtracted(self.prober, self.norm_before, self.threshold, len(self.culprits))
-        cost = (2 if subtracts else 3) * num_holders
+        cost = sum(len(holders(part)) for part in [*parts, parts[-1]]) if subtracts else 3 * len(holders(self.culprits))
+        norms = len(parts) - 1 if subtracts else 0  # backwards that recomputing would need for the parts' norms
         # probes of one micro-batch each; if they do not decide, a pass over all micro-batches follows
-        if cost >= num_micro_batches or not self.can_afford(cost + num_micro_batches):
+        if cost >= num_micro_batches + norms or not self.can_afford(cost + num_micro_batches):
             return None
-        return self._subtract() if subtracts else self._swap()
+        return self._subtract(parts) if subtracts else self._swap()
 
-    @property
-    def holders(self) -> list[int]:
-        """The micro-batches that hold culprits."""
-        return sorted({token.micro_batch for token in self.culprits})
-
-    def _subtract(self) -> _Measured | None:
+    def _subtract(self, parts: Sequence[Sequence[Token]]) -> _Measured | None:
         prober, space = self.prober, self.prober.space
-        unit = unit_of(prober)
-        prober.compute_only(self.culprits, self.holders)
-        alone = space.keep()
-        norm = space.norm(alone)
-        prober.compute_only(self.culprits, self.holders, factor=-_AGAIN)
+        others, norm = None, 0.0
+        for number, part in enumerate(parts):
+            prober.compute_only(part, holders(part))
+            norm += space.norm()
+            self.on_part(number)
+            if number < len(parts) - 1:
+                if others is not None:
+                    prober.add(others)
+                others = space.keep()
+        loudest = space.keep()
+        prober.compute_only(parts[-1], holders(parts[-1]), factor=-_AGAIN)
         space.scale(1.0 / _AGAIN)
-        prober.add(alone)
+        prober.add(loudest)
         difference = space.norm()
-        # With n what passes through no token, the first backward gave g_C + n; the second, times 4/3, -g_C + 4/3 n.
-        # So .grad is 7/3 n now. Times 3/7 it is n, and n less the first backward is -g_C.
+        # With n what passes through no token, the first backward gave g + n; the second, times 4/3, -g + 4/3 n.
+        # So .grad is 7/3 n now. Times 3/7 it is n, and n less the first backward is -g.
         space.scale(_AGAIN / (1.0 + _AGAIN))
-        prober.add(alone, alpha=-1.0)
-        prober.add(self.spike, alpha=1.0 / self.scale)
-        noise = CERTAIN * difference + unit * norm
+        for gradient, alpha in ((loudest, -1.0), (others, -1.0), (self.spike, 1.0 / self.scale)):
+            if gradient is not None:
+                prober.add(gradient, alpha)
+        noise = CERTAIN * len(parts) ** 0.5 * difference + unit_of(prober) * norm  # other parts differ by no more
         rounding = self._rounding(len(self.culprits) + 2, norm)
         return self._decided(space.norm(), rounding, noise, difference, "subtract")
 
     def _swap(self) -> _Measured | None:
         prober, space = self.prober, self.prober.space
-        prober.compute((index, None) for index in self.holders)
+        held = holders(self.culprits)
+        prober.compute((index, None) for index in held)
         with_culprits = space.keep()
         norm = space.norm(with_culprits)
-        prober.compute((index, None) for index in self.holders)
+        prober.compute((index, None) for index in held)
         prober.add(with_culprits, alpha=-1.0)
         difference = space.norm()
         noise = CERTAIN * difference + _UNIT * norm if difference > 0 else 0.0
         if self.threshold is not None and noise >= self.threshold / 2:
             return None  # a norm under the threshold would drown in the noise
-        prober.compute_without(self.culprits, self.holders)
-        rounding = self._rounding(len(self.holders) + 4, norm + space.norm())
+        prober.compute_without(self.culprits, held)
+        rounding = self._rounding(len(held) + 4, norm + space.norm())
         prober.add(with_culprits, alpha=-1.0)
         prober.add(self.spike, alpha=1.0 / self.scale)
         return self._decided(space.norm(), rounding, noise, difference, "swap")

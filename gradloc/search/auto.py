@@ -20,11 +20,12 @@ from ..core.gradients import Gradient
 from ..record import PathEntry, StepCause
 from .batch import is_spread, keep_culprits
 from .bisect import bisect
-from .candidates import FEW, MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
+from .candidates import MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
+from .few import few_to_measure, measure_few
 from .overflow import rescale_task, to_training_unit
 from .share import FAR, ShareMap, ShareMeasurement
 from .step_causes import auxiliary_sizes, certify_nothing, doubt_backward, split_off
-from .task import SearchResult, Span, Task, tokens_of, verify, with_measured_norm
+from .task import SearchResult, Span, Task, tokens_of, verify
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
 
@@ -51,7 +52,7 @@ class _AutoSearch:
         if is_to_search and not self._rounds(0 if is_finite else 1, is_full):
             self._last_resort(is_full)
         self._drop_if_batch_at_fault()
-        self._measure_few()
+        measure_few(self.task, self.result, self._verify, is_split=self.others is not None)
         return self.result
 
     # ---- the stages
@@ -140,11 +141,13 @@ class _AutoSearch:
         """
         result, num_misses, has_named = self.result, 0, False
         # of ||R||^2, if the culprits' gradients are orthogonal to the rest, and how far what was read is off
-        left, error = shares.square, max(shares.noise, abs(1 - shares.closure)) * shares.square
+        left, off = shares.square, max(shares.noise, abs(1 - shares.closure))
+        error = off * left if shares.is_exact else math.inf
+        is_along = self.direction is self.task.gradient
         for candidate in candidates:
             is_proved = shares.is_exact and candidate.norm >= candidate.threshold
             most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
-            is_needed = not shares.is_exact or abs(left) + error >= most**2
+            is_needed = abs(left) + error >= most**2
             if not is_needed and not candidate.threshold >= self.task.reference:
                 continue
             # a sequence takes the place of its tokens that were named before
@@ -163,7 +166,11 @@ class _AutoSearch:
             num_misses = 0 if is_culprit else num_misses + 1
             if is_culprit:
                 result.culprits, has_named = [*others, culprit], True
-                left -= sum_products(self.task, shares, [candidate])
+                share = culprit.share if is_along else None  # None unless a backward measured it
+                left -= sum_products(self.task, shares, [candidate]) if share is None else share * shares.square
+                error = (
+                    error if share is None or shares.is_exact else 0.0
+                )  # where shares prove nothing, all are measured
         return has_named
 
     def _verify(self, candidate: Span) -> Span:
@@ -179,7 +186,7 @@ class _AutoSearch:
         """Certify what is named so far; returns whether the search is over. The residual becomes the next direction."""
         task, result, space = self.task, self.result, self.prober.space
         self.direction, result.rest = task.gradient, None  # frees the last residual, before the next one is made
-        certificate = result.certificate = task.certify(result.tokens, goes_on)
+        certificate = result.certificate = task.certify(result.tokens, goes_on, **few_to_measure(task, result.culprits))
         if certificate.method == "subtract":  # which measures no micro-batch
             for token in result.tokens:
                 self.prober.sizes.pop(token.micro_batch, None)
@@ -237,30 +244,6 @@ class _AutoSearch:
         why = "without the culprits the batch is still too large" if kept else "no token is larger than the others"
         self._stop(f"the spike is spread: {why}", result.exhausted)
         self._note("share", "measured", result.stop_reason, certificate.norm_after)
-
-    def _measure_few(self) -> None:
-        """Measure the norms of few culprits that have only a bound so far. The loudest one's gradient takes no
-        backward: it is the spike less the others' gradients and the residual."""
-        task, result, space = self.task, self.result, self.prober.space
-        culprits = sorted((culprit for culprit in result.culprits if not culprit.is_exact), key=lambda span: -span.norm)
-        is_whole = len(culprits) == len(result.culprits) and result.rest is not None and self.others is None
-        to_verify, found, total = culprits[is_whole:], {}, None
-        is_few = 0 < len(culprits) <= FEW
-        if not is_few or not task.can_afford(backwards=len(to_verify), is_certificate=True):
-            return
-        for culprit in to_verify:
-            found[culprit] = self._verify(culprit)
-            if is_whole:
-                if total is not None:
-                    self.prober.add(total)
-                total = space.keep()
-        if is_whole:
-            space.clear()
-            for gradient, alpha in ((task.gradient, 1 / task.scale), (result.rest, -1.0), (total, -1.0)):
-                if gradient is not None:
-                    self.prober.add(gradient, alpha)
-            found[culprits[0]] = with_measured_norm(task, culprits[0], task.culprit_norm)
-        result.culprits = [found.get(culprit, culprit) for culprit in result.culprits]
 
     # ---- causes that are not tokens
 

@@ -36,7 +36,7 @@ class RescaledTask(Task):
     def coefficients(self, without: Sequence[Span]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return super().coefficients([*self.known, *without])
 
-    def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
+    def certify(self, culprits: list[Token], goes_on: bool = False, **_: Any) -> Certificate:
         """Certify in training's unit; if the norm overflows there even without the culprits, in this one."""
         assert self.original is not None
         step, space, unit = self.prober.step, self.prober.space, self.unit

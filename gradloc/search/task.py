@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -68,15 +69,15 @@ class Task:
         certificate = 0 if is_certificate else PROBE * self.prober.step.num_micro_batches
         return forwards + PROBE * backwards <= self.limit.left(self.prober, certificate, counts_time)
 
-    def certify(self, culprits: list[Token], goes_on: bool = False) -> Certificate:
+    def certify(self, culprits: list[Token], goes_on: bool = False, **parts: Any) -> Certificate:
         """Measure the norm without these tokens; arguments and ``.grad`` as in
-        :meth:`..core.certificate.Removal.certify`."""
+        :class:`..core.certificate.Removal`."""
 
         def can_afford(num_probes: int) -> bool:
             return self.can_afford(backwards=num_probes, is_certificate=True)
 
         norms = self.spike.grad_norm, self.spike.threshold
-        removal = Removal(self.prober, self.gradient, self.scale, *norms, culprits, can_afford)
+        removal = Removal(self.prober, self.gradient, self.scale, *norms, culprits, can_afford, **parts)
         return removal.certify(goes_on)
 
     def kept(self, without: Sequence["Span"], micro_batch: int) -> torch.Tensor:

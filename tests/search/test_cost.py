@@ -32,6 +32,26 @@ def test_one_culprit_costs_two_forwards_and_two_backwards_of_one_micro_batch(adv
     assert cost <= 2 + 3 + 3, "two forwards; the token alone, twice"
 
 
+def test_few_culprits_are_measured_by_the_backwards_that_the_certificate_takes():
+    model, places = build("tiny"), [(1, 2), (5, 1), (9, 1)]
+    batch = random_batch(model).planted(dict(zip(places, (3e3, 1e3, 300.0), strict=True)))
+    found, cost = search(batch)
+    named = {(culprit.start, culprit.micro_batch): culprit for culprit in found.culprits}
+    assert len(named) == 3 and all(culprit.is_exact for culprit in found.culprits)
+    own = sorted(Oracle(model, batch).norms(places).values())
+    assert sorted(culprit.norm for culprit in found.culprits) == pytest.approx(own, rel=1e-3)
+    assert found.certificate.verdict == "explained" and found.certificate.method == "subtract"
+    assert cost <= 2 * M + 3 * (3 + 1), "shares of all, each token alone, and the loudest once more"
+
+
+def test_a_neighbourhood_that_the_loss_pulls_is_one_culprit():
+    batch = random_batch(build("tiny"))
+    row = int(batch.mask.sum(1).argmax())
+    found, cost = search(batch.planted({(row, number): 300.0 for number in range(2, 7)}))
+    assert [culprit.size for culprit in found.culprits] == [5] and found.certificate.verdict == "explained"
+    assert cost <= 2 + 3 + 3
+
+
 def test_culprits_in_every_micro_batch_are_certified_by_one_pass():
     places = [(1, 2), (5, 1), (9, 1), (13, 2)]
     found, cost = search(random_batch(build("tiny")).planted(dict.fromkeys(places, 1e3)))
