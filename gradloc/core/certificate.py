@@ -72,18 +72,18 @@ def unit_of(prober: Prober) -> float:
     return _FINE if prober.step.dtype == torch.float32 else _UNIT
 
 
-def is_subtracted(prober: Prober, norm_before: float, threshold: float | None, num_tokens: int) -> bool:
-    """Return whether subtracting this many culprit tokens' gradient leaves an error of less than a quarter of the
-    threshold.
+def is_subtracted(prober: Prober, norm: float, threshold: float | None, num_tokens: int) -> bool:
+    """Return whether subtracting this many culprit tokens' gradient, of this norm, leaves an error of less than a
+    quarter of the threshold.
 
-    Asked before any backward: the culprits' norm is taken for the spike's, and each of their two backwards to be off by
+    Asked before any backward: each of their two backwards to be off by
     one unit: three times as much for both, and one for what they have in common. A rehearsal has nothing to decide.
     """
     if threshold is None:
         return True
     noise = (CERTAIN * (1 + 1 / _AGAIN) + 1) * unit_of(prober)
     additions = (prober.step.num_micro_batches + 2) + (num_tokens + 2)
-    error = (noise + additions * prober.space.rounding + prober.reduction_error) * norm_before
+    error = (noise + additions * prober.space.rounding + prober.reduction_error) * norm
     return error < threshold / 4
 
 
@@ -116,6 +116,8 @@ class Removal:
     """Whether this many more probes may be made. One pass over the micro-batches always may."""
     parts: Sequence[Sequence[Token]] = ()
     """The culprits in parts, quietest first, whose norms are wanted as well; none: one part."""
+    least_norm: float = 0.0
+    """A lower bound on the sum of the norms of the parts, which may cancel each other in the spike."""
     on_part: Callable[[int], None] = lambda _: None
     """Called with a part's number while its gradient alone is in ``.grad``, if *subtract* measures it."""
 
@@ -142,7 +144,8 @@ class Removal:
     def measure(self) -> _Measured | None:
         """*Subtract* or *swap*, if that is cheaper than recomputing everything; None if neither is, or decides."""
         num_micro_batches, parts = self.prober.step.num_micro_batches, self.parts or [self.culprits]
-        subtracts = is_subtracted(self.prober, self.norm_before, self.threshold, len(self.culprits))
+        norm = max(self.norm_before, self.least_norm)
+        subtracts = is_subtracted(self.prober, norm, self.threshold, len(self.culprits))
         cost = sum(len(holders(part)) for part in [*parts, parts[-1]]) if subtracts else 3 * len(holders(self.culprits))
         norms = len(parts) - 1 if subtracts else 0  # backwards that recomputing would need for the parts' norms
         # probes of one micro-batch each; if they do not decide, a pass over all micro-batches follows

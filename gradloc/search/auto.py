@@ -148,7 +148,7 @@ class _AutoSearch:
             is_proved = shares.is_exact and candidate.norm >= candidate.threshold
             most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
             is_needed = abs(left) + error >= most**2
-            if not is_needed and not candidate.threshold >= self.task.reference:
+            if not is_needed and max(candidate.norm, candidate.threshold) < self.task.reference:  # or a spike by itself
                 continue
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]
@@ -166,11 +166,10 @@ class _AutoSearch:
             num_misses = 0 if is_culprit else num_misses + 1
             if is_culprit:
                 result.culprits, has_named = [*others, culprit], True
-                share = culprit.share if is_along else None  # None unless a backward measured it
-                left -= sum_products(self.task, shares, [candidate]) if share is None else share * shares.square
-                error = (
-                    error if share is None or shares.is_exact else 0.0
-                )  # where shares prove nothing, all are measured
+                if shares.is_exact or not is_along:
+                    left -= sum_products(self.task, shares, [candidate])
+                else:  # shares prove nothing, so backwards measured all that are named
+                    left, error = left - (culprit.share or 0.0) * shares.square, 0.0
         return has_named
 
     def _verify(self, candidate: Span) -> Span:

@@ -73,10 +73,11 @@ def find_by_share(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[S
             pulled = pulls[pulls > 0]
             is_strong = strong > 0 and _is_pulled(pulled, strong)
             is_alike = _is_pulled(pulled, 0.0)
-            usual = UNUSUAL * float(pulled.median()) if len(pulled) else 0.0
-            is_odd = (pulls >= max(strong, usual)) & (strong > 0)
+            usual = UNUSUAL * float(pulled.median()) if len(pulled) and strong > 0 else math.inf
             least = task.culprit_norm, max(task.culprit_norm, UNUSUAL * typical)
-            for start, end in spans_in(products / norm, doubts / norm, is_strong, *least, is_alike, is_odd):
+            for start, end in spans_in(
+                products / norm, doubts / norm, is_strong, *least, is_alike, pulls, max(strong, usual)
+            ):
                 bound = _bound(products[start:end] / norm, doubts[start:end] / norm)
                 found.append(_found(bound, index, first + start, first + end, len(products), bound))
         return found
@@ -323,24 +324,25 @@ def spans_in(
     least: float,
     least_run: float,
     is_alike: bool = False,
-    is_odd: torch.Tensor | None = None,
+    pulls: torch.Tensor | None = None,
+    unusual: float = math.inf,
 ) -> list[tuple[int, int]]:
     """Return the intervals [start, end) of one row's tokens that are worth naming.
 
-    Its loud tokens, together with neighbours that are loud or odd; or, where none is loud, the shortest run that
-    carries nearly all, without the gap between two tokens that do. The whole row, if the loss pulls nearly all of it
-    more and it is a culprit without its loudest few, or pulls it alike and the rest without its loud tokens would be
+    Its loud tokens, together with neighbours that are loud or pulled as much; or, where none is loud, the shortest run
+    that carries nearly all, without the gap between two tokens that do. The whole row, if the loss pulls nearly all of
+    it more and it is a culprit without its loudest few, or pulls it alike and the rest without its loud tokens would be
     named.
 
     Args:
-        values: signed lower bounds on the norm of each token's gradient, (n,).
+        values: signed lower bounds on the norm of each token's gradient, 0 if it is named already, (n,).
         errors: how far each may be off by chance, (n,).
         is_strong: whether the loss pulls nearly all of the row more than usual.
         least: the least norm of a culprit.
         least_run: the least norm of a run without a loud token; more, where every row carries much.
         is_alike: whether the loss pulls all of the row alike, as of a damaged document.
-        is_odd: whether the loss pulls each token more than usual, and than the row's typical token, bool (n,); such
-            neighbours of a loud token join it.
+        pulls: how much the loss pulls each token, (n,).
+        unusual: the least pull that is unusual.
     """
     is_loud = shrunk(values, errors).abs() >= least
     quiet, has_loud = torch.ones(len(values), dtype=torch.bool), bool(is_loud.any())
@@ -350,7 +352,10 @@ def spans_in(
     if is_alike and has_loud and _bound(values[~is_loud], errors[~is_loud]) >= least_run:
         return [(0, len(values))]
     found = []
-    for first, last in _runs((is_loud if is_odd is None else is_loud | is_odd).tolist()):
+    is_like = is_loud
+    if pulls is not None and has_loud:
+        is_like = is_loud | (pulls >= max(unusual, float(pulls[is_loud].median()) / UNUSUAL)) & (values != 0)
+    for first, last in _runs(is_like.tolist()):
         loud = [number for number in range(first, last) if is_loud[number]]
         adds_up = bool(loud) and _bound(values[first:last], errors[first:last]) >= least  # else they cancel
         found += [(first, last)] if adds_up else [(number, number + 1) for number in loud]

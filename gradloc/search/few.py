@@ -2,24 +2,32 @@
 """Measure the norms of few culprits, for which shares only gave a lower bound: within the certificate where that
 subtracts them, else by backwards of their own."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from .candidates import FEW
-from .task import SearchResult, Span, Task, with_measured_norm
+from .task import SearchResult, Span, Task, tokens_of, with_measured_norm
 
 
 def few_to_measure(task: Task, culprits: list[Span]) -> dict[str, Any]:
     """Return what has a certificate measure these one by one and put the norms in their places, if they are few; see
     :class:`..core.certificate.Removal`."""
-    parts = sorted(culprits, key=lambda span: span.norm)
-    if len(parts) > FEW or all(span.is_exact for span in parts):
+    if len(culprits) > FEW or all(span.is_exact for span in culprits):
         return {}
+    measured = [span for span in culprits if span.is_exact]
+    at = {span.micro_batch for span in measured}
+    parts = [[span for span in measured if span.micro_batch == index] for index in sorted(at)]
+    parts += [[span] for span in culprits if not span.is_exact]
+    parts.sort(key=lambda part: max(span.norm for span in part))
 
     def measure(number: int) -> None:
-        culprits[culprits.index(parts[number])] = with_measured_norm(task, parts[number], task.culprit_norm)
+        span = parts[number][0]
+        if not span.is_exact:
+            culprits[culprits.index(span)] = with_measured_norm(task, span, task.culprit_norm)
 
-    return {"parts": [span.tokens for span in parts], "on_part": measure}
+    least = math.fsum(span.norm for span in culprits)
+    return {"parts": [tokens_of(part) for part in parts], "least_norm": least, "on_part": measure}
 
 
 def measure_few(task: Task, result: SearchResult, verify: Callable[[Span], Span], is_split: bool) -> None:

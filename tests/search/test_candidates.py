@@ -212,12 +212,17 @@ def test_a_row_that_the_loss_pulls_alike_is_a_sequence_where_it_is_a_culprit_wit
     assert spans_in(document, document * 0, False, 1.0, 1.0) == [(1, 2), (3, 4), (5, 6)], "pulled by themselves"
 
 
-def test_neighbours_that_the_loss_pulls_more_join_the_loud_tokens_between_them():
+def test_neighbours_that_the_loss_pulls_as_much_join_the_loud_tokens_between_them():
     values = torch.tensor([0.01] * 10 + [1.5, 0.9, 1.4, 0.8, 1.2] + [0.01] * 10)
-    is_odd = torch.zeros(25, dtype=torch.bool)
-    assert spans_in(values, values * 0, False, 1.0, 9.0, is_odd=is_odd) == [(10, 11), (12, 13), (14, 15)]
-    is_odd[[2, 11, 13]] = True
-    assert spans_in(values, values * 0, False, 1.0, 9.0, is_odd=is_odd) == [(10, 15)], "and not a quiet one by itself"
+    apart, pulls = [(10, 11), (12, 13), (14, 15)], torch.ones(25)
+    pulls[[10, 12, 14]] = 100.0
+    for others, expected in ((90.0, [(10, 15)]), (20.0, apart)):
+        pulls[[2, 11, 13]] = others
+        assert spans_in(values, values * 0, False, 1.0, 9.0, pulls=pulls, unusual=3.0) == expected
+    pulls[[11, 13]] = 90.0
+    assert spans_in(values, values * 0, False, 1.0, 9.0, pulls=pulls, unusual=99.0) == apart, "as all of the row is"
+    values[[11, 13]] = 0.0
+    assert spans_in(values, values * 0, False, 1.0, 9.0, pulls=pulls, unusual=3.0) == apart, "these are named already"
 
 
 @pytest.mark.parametrize("seed", range(20))
