@@ -20,7 +20,7 @@ def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s
     """Run a command line without a shell; its output is thrown away.
 
     Args:
-        command: split like a shell would, nothing else is done to it.
+        command: split like a shell would, without globbing or variables.
         stdin: what it reads.
         environment: variables in addition to those of this process.
         timeout_s: seconds after which the command and what it has started are killed.
@@ -49,42 +49,42 @@ def run_command(command: str, stdin: str, environment: dict[str, str], timeout_s
         raise AlertFailed(f"exit status {process.returncode}")
 
 
-def post(place: str, message: dict[str, Any], timeout_s: float) -> None:
-    """Send a message to a webhook; the answer's body is not read, redirects are not followed.
+def post(source: str, message: dict[str, Any], timeout_s: float) -> None:
+    """Send a message to a webhook; the response's body is not read, redirects are not followed.
 
     Args:
-        place: where the URL is: ``env:NAME`` or ``file:PATH``. It is read anew each time and shown nowhere.
+        source: of the URL: ``env:NAME`` or ``file:PATH``. It is read anew each time and shown nowhere.
         message: JSON-ready.
-        timeout_s: seconds to connect, and between two bytes of the answer.
+        timeout_s: seconds to connect, and between two bytes of the response.
 
     Raises:
         AlertFailed: without the URL, which is a secret.
     """
     import requests
 
-    url = _read(place)
-    here = threading.get_ident()
+    url = _read(source)
+    this_thread = threading.get_ident()
 
-    def is_elsewhere(record: logging.LogRecord) -> bool:
-        return record.thread != here
+    def is_other_thread(record: logging.LogRecord) -> bool:
+        return record.thread != this_thread
 
-    http_logger = logging.getLogger("urllib3.connectionpool")  # which logs the URL's path at level DEBUG
-    http_logger.addFilter(is_elsewhere)
+    http_logger = logging.getLogger("urllib3.connectionpool")  # which would log the secret path of the URL at DEBUG
+    http_logger.addFilter(is_other_thread)
     try:
         body = json.dumps(message).encode("utf-8")
         headers = {"Content-Type": "application/json"}
-        answer = requests.post(url, data=body, headers=headers, timeout=timeout_s, allow_redirects=False, stream=True)
-        answer.close()
+        response = requests.post(url, data=body, headers=headers, timeout=timeout_s, allow_redirects=False, stream=True)
+        response.close()
     except Exception as error:  # requests' messages name the URL
         raise AlertFailed(type(error).__name__) from None
     finally:
-        http_logger.removeFilter(is_elsewhere)
-    if not 200 <= answer.status_code < 300:
-        raise AlertFailed(f"it answered {answer.status_code}")
+        http_logger.removeFilter(is_other_thread)
+    if not 200 <= response.status_code < 300:
+        raise AlertFailed(f"it answered {response.status_code}")
 
 
-def _read(place: str) -> str:
-    kind, _, name = place.partition(":")
+def _read(source: str) -> str:
+    kind, _, name = source.partition(":")
     try:
         url = os.environ[name] if kind == "env" else Path(name).expanduser().read_text(encoding="utf-8")
     except KeyError:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups of rollouts are trained on."""
+"""Choose the groups of rollouts to train on; off by default. ``choose.py`` first."""

@@ -12,13 +12,14 @@ _SHARE = number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 @dataclass(frozen=True)
 class FilterSettings:
-    """Which groups are trained on."""
+    """The groups to train on."""
 
     strategy: str = setting("top_p", one_of("top_p", "top_k"), f"{_FILTER}_strategy")
     """``top_p``: the best groups that together reach a share of the total score. ``top_k``: a share of the groups,
     int(value * groups), at least one."""
     value: float = setting(1.0, _SHARE, f"{_FILTER}_value")
-    """That share. With 1 and ``rollout_filter_include_zero`` the filter is off."""
+    """The share of the total score (``top_p``) or of the groups (``top_k``). With 1 and ``rollout_filter_include_zero``
+    the filter is off."""
     metric: str = setting("reward_variance", one_of("reward_variance", "reward", "length"), f"{_FILTER}_metric")
     """A group's score: the standard deviation of its rewards, their mean (``reward``), or its mean response
     ``length``."""

@@ -67,11 +67,11 @@ class Recent:
         self._arrived.append(value)
         insort(self.ordered, value)
 
-    def deviation(self, center: float) -> float:
-        """Return the median distance from a center."""
+    def median_distance(self, center: float) -> float:
+        """Return the median absolute distance from a center, such as the median: then it is the MAD."""
         ordered, count = self.ordered, len(self.ordered) // 2 + 1
         first, stop = 0, len(ordered) - count
-        while first < stop:  # the nearest ones, up to the median distance, are neighbors
+        while first < stop:  # those up to the median distance are a window of the sorted ones; bisect for its start
             at = (first + stop) // 2
             if center - ordered[at] > ordered[at + count] - center:
                 first = at + 1
@@ -112,7 +112,7 @@ class NormHistory:
     def observe(self, grad_norm: float, is_spike: bool) -> None:
         """Learn from one optimizer step. Spikes are left out until eight in a row: then they are the new level.
 
-        NaN, inf and 0 say nothing and are passed over.
+        NaN, inf and 0 are ignored.
         """
         if not math.isfinite(grad_norm) or grad_norm <= 0:
             return
@@ -134,7 +134,7 @@ class NormHistory:
 
     def _center_and_sigma(self) -> tuple[float, float]:
         center = middle(self._log_norms.ordered)
-        return center, max(_MAD_TO_SIGMA * self._log_norms.deviation(center), _SIGMA_FLOOR)
+        return center, max(_MAD_TO_SIGMA * self._log_norms.median_distance(center), _SIGMA_FLOOR)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""

@@ -11,7 +11,7 @@ import torch
 
 from tests.toy_model.amplifier import Amplified, Sharpened
 
-NUM_PROMPT = 16
+NUM_PROMPT = 5
 _OLD_NOISE = 0.05  # of old log-probs: the policy has moved a little since the rollout
 
 Place = tuple[int, int]
@@ -74,7 +74,7 @@ def random_batch(model: torch.nn.Module, rows: int = 16, length: int = 12, seed:
         seed: fixes everything.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(model.head.out_features, (rows, 5 + length - 1), generator=generator)
+    tokens = torch.randint(model.head.out_features, (rows, NUM_PROMPT + length - 1), generator=generator)
     batch = _answered(model, tokens, length, generator)
     lengths = torch.randint(max(length // 3, 1), length + 1, (rows, 1), generator=generator)
     return batch.edited(mask=torch.arange(length) < lengths)

@@ -37,7 +37,7 @@ def test_recent_numbers_have_the_median_and_the_deviation_of_the_last_ones(maxle
         last = seen[-maxlen:]
         assert list(recent) == last and middle(recent.ordered) == median(last)
         for center in (median(last), -3.0, rng.gauss(0, 1)):
-            assert recent.deviation(center) == median(abs(value - center) for value in last)
+            assert recent.median_distance(center) == median(abs(value - center) for value in last)
 
 
 @pytest.mark.parametrize("seed", range(5))

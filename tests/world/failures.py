@@ -2,6 +2,7 @@
 """Scenarios in which one rank fails while a spike is looked into, or no step is taken."""
 
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,21 +50,23 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
     return {"reached": reached, "failures": failures, "weights": trainer.weights_hash()}
 
 
-def fail_inside(method: str, overrides: list[str], dump_dir: str) -> None:
-    """On a spike, make rank 1 fail inside a forward or backward of the search."""
+def fail_inside(place: str, overrides: list[str], dump_dir: str) -> None:
+    """On a spike, make rank 1 fail inside a backward of the search, or the step's method of that name."""
     part("core.ranks")._PATIENCE_S = 2.0
-    step = step_class()
-    original = getattr(step, method)
-
-    def failing(self, *args):
-        if torch.distributed.get_rank() == 1:
-            raise RuntimeError(f"made to fail inside {method}")
-        return original(self, *args)
-
     trainer = make_trainer(overrides, dump_dir)
     batch = make_batch(seed=1)
     plant(batch, 6, 2, 1e4)
-    setattr(step, method, failing)
+    owner, name = (part("core.probe"), "run_backward") if place == "backward" else (step_class(), place)
+    original = getattr(owner, name)
+
+    def failing(*args):
+        if torch.distributed.get_rank() == 1:
+            os.makedirs(dump_dir, exist_ok=True)
+            Path(dump_dir, "failed").touch()
+            raise RuntimeError(f"made to fail inside a {place}")
+        return original(*args)
+
+    setattr(owner, name, failing)
     trainer.update(batch)
 
 

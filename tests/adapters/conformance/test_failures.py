@@ -2,6 +2,7 @@
 """A failure while a spike is looked into leaves training as it was; what the driver does then is in tests/loop."""
 
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 
@@ -43,13 +44,14 @@ def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recove
     raise AssertionError("the search never ended")
 
 
-@default_on(verl07=("loss",), verl09=("forward",))
-@not_on(TRL, "DDP's forward has no collective: peers hear of it and go on", "loss")
-@pytest.mark.parametrize("method", ["loss", "forward"])
-def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(doomed, dump_dir, method):
+@default_on(verl07=("backward",), verl09=("forward",))
+@not_on(TRL, "DDP's forward has no collective: peers hear of it and go on", "backward")
+@pytest.mark.parametrize("place", ["backward", "forward"])
+def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(doomed, dump_dir, place):
     with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
-        doomed.run("failures.fail_inside", timeout_s=240, method=method, overrides=ON, dump_dir=dump_dir)
+        doomed.run("failures.fail_inside", timeout_s=240, place=place, overrides=ON, dump_dir=dump_dir)
     assert "did not answer" not in str(caught.value)
+    assert Path(dump_dir, "failed").exists()
 
 
 @default_on(verl09=NONE)
