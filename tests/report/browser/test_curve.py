@@ -154,13 +154,13 @@ def test_an_issue_is_copied_without_text_and_with_it_on_request(driver, demo_pag
     button.click()
     wait(driver, "return document.querySelector('.copy.issue').textContent === 'Copied'")
     plain = driver.execute_async_script(read)
-    assert plain.startswith("### One token made the step-5 spike") and "20+40" not in plain and "```sh" in plain
+    assert plain.startswith("### One token made the step-24 spike") and "42+36" not in plain and "```sh" in plain
     find(driver, ".with-text")[0].click()
     wait(driver, "return document.querySelector('.copy.issue').textContent === 'Copy as an issue'")
     button.click()
     wait(driver, "return document.querySelector('.copy.issue').textContent === 'Copied'")
     told = driver.execute_async_script(read)
-    assert told.startswith(plain) and "so the answer⟦ is⟧ 60." in told
+    assert told.startswith(plain) and "so the answer⟦ is⟧ 78." in told
 
 
 def test_paper_has_everything_open_in_the_colours_of_the_day(driver, demo_page):
