@@ -60,6 +60,7 @@ _CELLS = [
     {"outputs": {"a": 1}},
     {"outputs": [5, {"data": 5}, {"data": {"text/html": [5]}}, {"text": 7}]},
 ]
+_NEWER = {"columns": {"share": [0.5], "of_a_later_version": [1.0]}}
 FOUND = {
     "a literal whose keys are numbers": ("documents", "a.json", b"{1.5: [1, 2], 'x': [1]}"),
     "a number that Python warns of": ("documents", "a.json", b"{'grad_norm': 65or 2}"),
@@ -78,6 +79,7 @@ FOUND = {
     "a number far from what follows": ("tables", "a.csv", b"step,grad_norm\n1,9" + b" " * 2500 + b"q\n"),
     "a line across a page": ("text logs", "a.log", b"step 1 loss 0.5 grad_norm 1 " + b"=" * 100_000 + b"\n"),
     "words far apart": ("text logs", "a.log", b"step 1 loss 0.5 grad_norm 1" + b" " * 100_000 + b"q\n"),
+    "a column that is not known": ("events", "sequences.json", json.dumps({"sequences": [_NEWER]}).encode()),
     "an escape in a script": ("settings", "run.sh", b"python -m verl.trainer.main_ppo trainer.nnodes='\x1b[2J'\n"),
 }
 

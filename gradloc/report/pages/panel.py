@@ -66,7 +66,8 @@ def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
     """Drop shares that are not trusted, and use a culprit's own share where it was measured."""
     if "share" not in sequence.columns:
         return sequence
-    columns = {name: values for name, values in sequence.columns.items() if not COLUMNS[name].is_summed}
+    summed = {name for name, column in COLUMNS.items() if column.is_summed}
+    columns = {name: values for name, values in sequence.columns.items() if name not in summed}
     if event.shares is not None and not event.shares.is_trusted:
         return replace(sequence, columns=columns)
     shares = list(sequence.columns["share"])
