@@ -23,6 +23,7 @@ from pathlib import Path
 
 from gradloc.record import Culprit, Event, Trigger
 from gradloc.record.store import plain
+from tests.report.builder import REPO
 
 MB = 1 << 20
 ROWS = [json.dumps({"step": step, "grad_norm": 1.0 + step % 3}) for step in range(1, 40)]
@@ -30,6 +31,7 @@ GOOD = "\n".join(ROWS) + "\n"
 NORMS = "".join(f"step:{step} - actor/grad_norm:1.{step % 7}\n" for step in range(1, 40))
 
 
+_FLOATS = "".join(f" - timing_s/part_{at}:np.float64(0.12345678901234567)" for at in range(60))
 _MANY_KEYS = {f"a{at}": 1 for at in range(20_000)}
 
 
@@ -75,6 +77,7 @@ TEXTS: dict[str, Callable[[], str | bytes]] = {
     "same-step.log": lambda: "step:1 - actor/grad_norm:1\n" * 150_000,
     "backwards.log": lambda: "".join(f"step:{20_000 - at} - actor/grad_norm:1\n" for at in range(20_000)),
     "to-and-fro.log": lambda: "".join(f"step:{at % 2} - actor/grad_norm:{at}\n" for at in range(20_000)),
+    "floats.log": lambda: "".join(f"step:{at} - actor/grad_norm:np.float64(1.5){_FLOATS}\n" for at in range(8_000)),
     "not-a-number.log": lambda: "".join(f"step:{at} - actor/grad_norm:nan\n" for at in range(40_000)),
     "processes.log": lambda: "".join(f"(W pid={at}) step:{at} - actor/grad_norm:1\n" for at in range(10_000)),
     "names-of-few.jsonl": lambda: "".join(
@@ -362,6 +365,11 @@ def _line(**changes: object) -> str:
     return json.dumps(plain(Event(event_id="a", trigger=Trigger(grad_norm=9.0), **changes)))
 
 
+def _of_the_demo(folder: Path) -> None:
+    line = (REPO / "examples" / "demo" / "gradloc" / "events.jsonl").read_text(encoding="utf-8").strip()
+    _events(folder, *(line.replace("step000024", f"step{step:06d}") for step in range(10_000)))
+
+
 def _linked(folder: Path) -> None:
     _events(folder, _line(folder="events/a"))
     (folder / "events").mkdir()
@@ -421,6 +429,7 @@ RUNS: dict[str, Callable[[Path], None]] = {
     "one-name": lambda folder: _events(folder, *[_line()] * 3_000),
     "long-line": lambda folder: _events(folder, _line(), '{"step": "' + "x" * 60_000_000, _line()),
     "culprits": lambda folder: _events(folder, _line(culprits=_MANY)),
+    "events": _of_the_demo,
     "words": lambda folder: _events(folder, _line().replace('"a"', '"\\u001b]0;x\\u0007\\u202e\\ud800"', 1)),
     "numbers": lambda folder: _events(folder, _line().replace("9.0", "9" * 400), _line().replace("9.0", '"NaN"')),
     "outside": lambda folder: _events(folder, _line(folder="../../../etc"), _line(folder="a\0b"), _line(folder="/etc")),
