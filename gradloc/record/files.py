@@ -43,27 +43,29 @@ _NO_MARK = bytes({*range(256)} - {*b"[{,"})
 QUERY_SECONDS = 8.0  # seconds between two rows of a database
 
 
-def parse_json(text: str | bytes, max_levels: int | None = NESTED) -> Any:
+def parse_json(text: str | bytes, has_levels: bool = True) -> Any:
     """Parse JSON from a file; raise ValueError where it is none, too large, or nested deeper than anything we read.
 
-    ``max_levels`` is None for a caller that takes known fields alone, as :func:`.reading.read` does.
+    ``has_levels`` is False for a caller that takes known fields alone, as :func:`.reading.read` does.
     """
-    marks = (text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")).translate(None, _NO_MARK)
-    opened = marks.count(b"[") + marks.count(b"{")
-    if len(text) > DOCUMENT or marks.count(b",") > VALUES or opened > OPENED:
-        raise ValueError(f"it holds more than {DOCUMENT // MB} MB, {VALUES:,} values or {OPENED:,} lists")
+    if len(text) > OPENED:  # one of fewer characters has fewer of each
+        marks = (text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")).translate(None, _NO_MARK)
+        opened = marks.count(b"[") + marks.count(b"{")
+        if len(text) > DOCUMENT or marks.count(b",") > VALUES or opened > OPENED:
+            raise ValueError(f"it holds more than {DOCUMENT // MB} MB, {VALUES:,} values or {OPENED:,} lists")
     try:
         value = json.loads(text)
+        is_deeper = has_levels and _is_deeper(value)
     except RecursionError:
-        raise ValueError(f"it is nested more than {NESTED} levels deep") from None
-    if max_levels is not None and opened > max_levels and _is_deeper(value, max_levels):
-        raise ValueError(f"it is nested more than {max_levels} levels deep")
+        is_deeper = True
+    if is_deeper:
+        raise ValueError(f"it is nested more than {NESTED} levels deep")
     return value
 
 
-def _is_deeper(value: Any, max_levels: int) -> bool:
-    level = [value]
-    for _ in range(max_levels + 1):
+def _is_deeper(value: Any) -> bool:
+    level: list[Any] = [[value]]
+    for _ in range(NESTED + 2):
         inner = (each.values() if type(each) is dict else each for each in level)
         level = [item for items in inner for item in items if type(item) is dict or type(item) is list]
         if not level:

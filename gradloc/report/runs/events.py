@@ -160,7 +160,7 @@ def _read_at(path: Path, start: int, event_id: str) -> Event:
 
 
 def _parse(line: bytes) -> Any:
-    return parse_json(line.decode("utf-8", errors="replace"), max_levels=None)
+    return parse_json(line.decode("utf-8", errors="replace"), has_levels=False)
 
 
 def _listed(raw: dict[str, Any]) -> dict[str, Any]:
