@@ -96,14 +96,22 @@ class RunFolder:
             return named
         return "standard input" if str(self.path) == "-" else self.path.resolve().name
 
+    @cached_property
+    def _steps_of(self) -> dict[tuple[str, str], list[int]]:
+        """The events' steps by cause and token."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for row in self.events.rows:
+            found.setdefault((row.cause, row.token), []).append(row.step)
+        return found
+
     def seen(self, event: Event) -> str:
         """Say how often this token had this cause, and how often this cause came."""
-        cause, token, rows = cause_of(event), event.leader.text[:200] if event.leader else "", self.events.rows
-        alike = [row.step for row in rows if (row.cause, row.token) == (cause, token)]
-        same = sum(row.cause == cause for row in rows)
-        of = f"{spoken(cause) if cause else 'no cause'}: {same} of {plural(len(rows), 'event')}"
+        cause, num_events = cause_of(event), len(self.events)
+        alike = self._steps_of.get((cause, event.leader.text[:200] if event.leader else ""), [])
+        same = sum(len(steps) for (label, _), steps in self._steps_of.items() if label == cause)
+        of = f"{spoken(cause) if cause else 'no cause'}: {same} of {plural(num_events, 'event')}"
         if len(alike) < 2:
-            return f"once, at step {event.step.global_step}" + (f"; {of}" if len(rows) > 1 else "")
+            return f"once, at step {event.step.global_step}" + (f"; {of}" if num_events > 1 else "")
         again = "this token" if event.culprits else "the same"
         return f"{again} {len(alike)} times, first at step {min(alike)}, last at step {max(alike)}; {of}"
 
