@@ -324,7 +324,7 @@ class EventEnricher:
         loss = CRITIC if batch.is_critics else DISTILLED if batch.is_distilled else ACTOR
         known = {name: column.tensor for name, column in STORED.items() if loss in column.losses}
         self._columns = {name: batch.tensors[key] for name, key in known.items() if key in batch.tensors.keys()}
-        """Return the batch's columns of the table of tokens: (R, T) each."""
+        """The batch's columns of the table of tokens, (R, T) each, by name."""
 
     def culprit(self, culprit: Culprit) -> Culprit:
         """Complete a culprit from the driver's batch; its cause comes later."""

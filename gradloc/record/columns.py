@@ -75,7 +75,7 @@ COLUMNS = {
     ),
     "ratio": Column(
         "ratio new / old",
-        "Probability in the training forward over that before the update.",
+        "The importance ratio: probability in the training forward over that before the update.",
         minus=("log_prob", "old_log_prob"),
         is_ratio=True,
         is_essential=True,
@@ -123,7 +123,7 @@ COLUMNS = {
     ),
     "loss_weight": Column(
         "weight in the loss",
-        "Without advantages -coefficient times the tokens' number.",
+        "In a loop without advantages: -coefficient times the number of tokens.",
         tensor="loss_weights",
         losses=_LOGS,
     ),

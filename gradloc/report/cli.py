@@ -18,15 +18,16 @@ from .output import say
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 1 where ``--fail-on`` asks for it, 2 where nothing is judged."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] not in (*COMMANDS, "-h", "--help", "--version"):
-        words.insert(0, "show")
+    """Run the command line. Return the exit code: 0; 1 where ``--fail-on`` asks for it; 2 after an error, or where
+    nothing can be judged; 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] not in (*COMMANDS, "-h", "--help", "--version"):
+        argv.insert(0, "show")
     try:
-        args = _parse(words)
+        args = _parse(argv)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
-        warnings.simplefilter("ignore", UserWarning)  # other packages' words on a file
+        warnings.simplefilter("ignore", UserWarning)  # of other packages, about a file
         return _module(args.command).run(args)
     except ReportError as error:
         say(f"gradloc: {one_line(str(error), 5000)}", sys.stderr)
@@ -38,14 +39,14 @@ def main(argv: list[str] | None = None) -> int:
         say(f"gradloc: {one_line(str(error.filename or 'a file'))}: {error.strerror or error}.", sys.stderr)
         return 2
     except (MemoryError, RecursionError) as error:
-        say(f"gradloc: the input takes more than there is ({type(error).__name__}).", sys.stderr)
+        say(f"gradloc: the input needs more memory than there is ({type(error).__name__}).", sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gradloc")  # gradloc/command.py has its help
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -60,7 +61,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         known = commands.choices[args.command]._option_string_actions
         guess = did_you_mean(unknown[0].partition("=")[0], known) or "."

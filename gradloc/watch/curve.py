@@ -10,7 +10,7 @@ from ..record.files import parse_json
 
 
 class Curve:
-    """Writes the file.
+    """Appends each step's numbers to ``metrics.jsonl``.
 
     Args:
         path: of the file; its folder is made.
@@ -20,7 +20,7 @@ class Curve:
         self._path, self._has_begun = path, False
 
     def write(self, step: int, values: Mapping[str, float]) -> str:
-        """Append a step's numbers, those that are finite.
+        """Append a step's finite numbers.
 
         Returns:
             Why the report will have no curve; empty where it will.
@@ -37,7 +37,7 @@ class Curve:
         return ""
 
     def _begin(self, step: int) -> None:
-        """Make place for a run that begins at this step: an earlier run's file, which went further, moves aside.
+        """Make room for a run that begins at this step: an earlier run's file, which went further, moves aside.
 
         A run that goes on where an earlier one ended appends to its file.
         """

@@ -155,7 +155,7 @@ class Forwarded:
 
     @property
     def is_changed(self) -> bool:
-        """Whether an input was written to since."""
+        """Whether an input was written to since the forward."""
         return any(leaf._version != version for leaf, version in self._versions)
 
     def run(self) -> Any:
@@ -175,12 +175,12 @@ class Forwarded:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """B, and the number of a row's log-probs, as far as that can be known."""
+        """(B, T): T is the number of a row's log-probs, or its positions until these are known."""
         return self.positions if self.recorded is None else tuple(self.recorded.log_prob.shape)
 
     @property
     def positions(self) -> tuple[int, int]:
-        """B and T: a vector for each row counts as one position, a grid of vectors as a sequence, and a vector without
+        """(B, T): a vector for each row counts as one position, a grid of vectors as a sequence, and a vector without
         rows as one row."""
         assert self.shape is not None
         num_rows = self.shape[0] if len(self.shape) > 1 else 1

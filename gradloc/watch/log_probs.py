@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropies of tokens from logits, the logits of some positions at a time.
+"""Compute log-probs and entropies of tokens from logits, in chunks of positions.
 
 Shapes: ... any, V vocabulary.
 """
@@ -13,7 +13,7 @@ _PART = 2**24  # logits in float32 at a time: 64 MiB
 
 
 def token_log_probs(logits: torch.Tensor, ids: torch.Tensor, entropy: bool = False) -> Any:
-    """Return the log-prob of each token, in float32 however coarse the logits are; these are never held in float32.
+    """Return the log-prob of each token, in float32 whatever the logits' precision, without a float32 copy of all.
 
     Args:
         logits: (..., V), of the position that predicts each token: a model's ``logits[:, :-1]``, for ``ids[:, 1:]``.
@@ -36,7 +36,7 @@ def token_log_probs(logits: torch.Tensor, ids: torch.Tensor, entropy: bool = Fal
 
 
 def _parts(*tensors: torch.Tensor) -> Any:
-    """Yield the tensors' rows, some at a time; the first tensor has V columns."""
+    """Yield the tensors' rows in chunks of about ``_PART`` logits; the first tensor has V columns."""
     return zip(*(tensor.split(max(_PART // tensors[0].shape[1], 1)) for tensor in tensors), strict=True)
 
 

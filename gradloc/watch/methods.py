@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that a loop calls in place of the model, such as ``model.encode(x)`` or ``model.loss(batch)``."""
+"""Hook methods that a loop calls in place of the model, such as ``model.encode(x)`` or ``model.loss(batch)``."""
 
 from collections.abc import Iterator
 from types import FunctionType, MethodType
@@ -11,8 +11,8 @@ _TRAINERS = ("lightning", "pytorch_lightning")  # whose module's methods log, an
 _LIBRARIES = ("torch", "transformers", "peft", "gradloc")
 
 
-class Method(torch.nn.Module):
-    """A method of a model, as a module that can be hooked. A copy or a file of the model gets the plain method."""
+class HookableMethod(torch.nn.Module):
+    """A method of a model, as a module that can be hooked. Copying or pickling the model restores the plain one."""
 
     def __init__(self, model: torch.nn.Module, function: FunctionType):
         super().__init__()
@@ -29,15 +29,15 @@ class Method(torch.nn.Module):
         vars(self.method.__self__).pop(self.method.__name__, None)
 
 
-def make_hookable(model: torch.nn.Module) -> Iterator[Method]:
+def make_hookable(model: torch.nn.Module) -> Iterator[HookableMethod]:
     """Replace the methods that the model's own classes define, on this model alone."""
-    homes = {home: home.__module__.partition(".")[0] for home in type(model).__mro__}
-    if any(root in _TRAINERS for root in homes.values()):
+    classes = {owner: owner.__module__.partition(".")[0] for owner in type(model).__mro__}
+    if any(root in _TRAINERS for root in classes.values()):
         return
-    for home, root in homes.items():
-        for name, function in vars(home).items() if root not in _LIBRARIES else ():
+    for owner, root in classes.items():
+        for name, function in vars(owner).items() if root not in _LIBRARIES else ():
             is_own = isinstance(function, FunctionType) and not hasattr(torch.nn.Module, name)
             if is_own and not name.startswith("_") and name not in vars(model):
-                found = Method(model, function)
-                vars(model)[name] = found  # not as a part of the model
+                found = HookableMethod(model, function)
+                vars(model)[name] = found  # bypasses __setattr__, which would register a submodule
                 yield found
