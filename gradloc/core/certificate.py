@@ -155,10 +155,10 @@ class Removal:
 
     def _subtract(self, parts: Sequence[Sequence[Token]]) -> _Measured | None:
         prober, space = self.prober, self.prober.space
-        others, norm = None, 0.0
+        others, sizes = None, []
         for number, part in enumerate(parts):
             prober.compute_only(part, holders(part))
-            norm += space.norm()
+            sizes.append(space.run_local_synced(space.own_squares))
             self.on_part(number)
             if number < len(parts) - 1:
                 if others is not None:
@@ -168,16 +168,19 @@ class Removal:
         prober.compute_only(parts[-1], holders(parts[-1]), factor=-_AGAIN)
         space.scale(1.0 / _AGAIN)
         prober.add(loudest)
-        difference = space.norm()
+        sizes.append(space.run_local_synced(space.own_squares))
         # With n what passes through no token, the first backward gave g + n; the second, times 4/3, -g + 4/3 n.
         # So .grad is 7/3 n now. Times 3/7 it is n, and n less the first backward is -g.
         space.scale(_AGAIN / (1.0 + _AGAIN))
         for gradient, alpha in ((loudest, -1.0), (others, -1.0), (self.spike, 1.0 / self.scale)):
             if gradient is not None:
                 prober.add(gradient, alpha)
+        *squares, _ = space.reduce_all(lambda: [*sizes, space.own_squares()])
+        *norms, difference, norm_after = (math.sqrt(float(each.sum())) for each in squares)
+        norm = sum(norms)
         noise = CERTAIN * len(parts) ** 0.5 * difference + unit_of(prober) * norm  # other parts differ by no more
         rounding = self._rounding(len(self.culprits) + 2, norm)
-        return self._decided(space.norm(), rounding, noise, difference, "subtract")
+        return self._decided(norm_after, rounding, noise, difference, "subtract")
 
     def _swap(self) -> _Measured | None:
         prober, space = self.prober, self.prober.space
@@ -192,7 +195,7 @@ class Removal:
         if self.threshold is not None and noise >= self.threshold / 2:
             return None  # a norm under the threshold would drown in the noise
         prober.compute_without(self.culprits, held)
-        rounding = self._rounding(len(held) + 4, norm + space.norm())
+        rounding = self._rounding(len(held) + 4, norm + prober.norm())
         prober.add(with_culprits, alpha=-1.0)
         prober.add(self.spike, alpha=1.0 / self.scale)
         return self._decided(space.norm(), rounding, noise, difference, "swap")
@@ -239,7 +242,7 @@ def recompute(
     """
     space, num_micro_batches = prober.space, prober.step.num_micro_batches
     compute(range(num_micro_batches))
-    norm_after = space.norm()
+    norm_after = prober.norm()
     rounding = (num_micro_batches**2 * space.rounding + prober.reduction_error) * norm_after
     error_bound = rounding + REPLAY_TOLERANCE * norm_after
     is_decided = verdict_of(norm_after, error_bound, threshold, was_finite=False)[0] != "undecided"

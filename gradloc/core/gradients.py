@@ -5,6 +5,7 @@ Setting a gradient aside and putting it back moves references and copies nothing
 for bit. A norm or an inner product is summed over the local shards first, then over the group that shards them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 
 from .forward_state import ForwardState, OwnBuffers
 from .memory_plans import HOST_PART, PART
@@ -35,7 +37,7 @@ Gradient = list[torch.Tensor | None]
 _ROW = 2**12  # elements whose squares are summed in float32
 _SAMPLED = 64  # a rough norm reads one element in this many, but at least two rows of a tensor
 _MAX_ALIKE = 8  # parameters of one shape that a rough norm reads
-_MAX_ALIKE_ON_CARD = 2  # the same on a card, where launching a kernel takes longer than reading
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes that torch takes norms of
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,24 +49,73 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Cut tensors of one shape at the same places into parts: views, to write through.
 
-    A part has at most ``PART`` elements, or ``HOST_PART`` on a CPU. Tensors that are not contiguous come as one part.
+    A part has at most ``PART`` elements, or ``HOST_PART`` on a CPU. Smaller tensors come as they are, and so do tensors
+    that are not contiguous.
     """
-    flat = [tensor.view(-1) for tensor in tensors] if all(t.is_contiguous() for t in tensors) else list(tensors)
-    if flat[0].dim() != 1:
-        yield tuple(flat)
+    most = _part_size(tensors[0])
+    if tensors[0].numel() <= most or not all(tensor.is_contiguous() for tensor in tensors):
+        yield tensors
         return
-    most = HOST_PART if is_slow(flat[0].device) else PART
-    yield from zip(*(tensor.split(most) for tensor in flat), strict=True)
+    yield from zip(*(tensor.view(-1).split(most) for tensor in tensors), strict=True)
 
 
-def total_of(tensor: torch.Tensor, order: int | None = None) -> torch.Tensor:
-    """Return the sum of all elements, or their norm of this order: a float64 scalar, without a copy of the whole."""
-    parts = []
-    for (part,) in in_parts(tensor.detach()):
-        wide = part.double()
-        parts.append(wide.sum() if order is None else torch.linalg.vector_norm(wide, ord=order))
-    sums = torch.stack(parts) if parts else tensor.new_zeros(1, dtype=torch.float64)
-    return sums.sum() if order in (None, 1) else torch.linalg.vector_norm(sums, ord=order)
+def in_batches(*lists: Sequence[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    """Group tensors for torch's foreach functions, which launch one kernel for many: at most a part's elements at a
+    time, larger tensors :func:`in_parts`, all in order.
+
+    Yields:
+        The place of each tensor or part in its list, and a list of tensors for each of the given ones.
+
+    Args:
+        lists: as many tensors each; those at the same place have one shape.
+    """
+    batch: list[tuple[Any, ...]] = []
+    size = 0
+    for place, tensors in enumerate(zip(*lists, strict=True)):
+        for parts in in_parts(*tensors):
+            count = parts[0].numel()
+            if batch and size + count > _part_size(parts[0]):
+                yield tuple(map(list, zip(*batch, strict=True)))
+                batch, size = [], 0
+            batch.append((place, *parts))
+            size += count
+    if batch:
+        yield tuple(map(list, zip(*batch, strict=True)))
+
+
+def totals_of(
+    tensors: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None = None, of_sizes: bool = False
+) -> torch.Tensor:
+    """Return the sum of each tensor's elements, without a copy of a whole tensor: float64 (num_tensors,).
+
+    Args:
+        tensors: of any dtypes.
+        factors: multiply the elements by these, in float32 at least; on the tensors' device.
+        of_sizes: sum absolute values.
+    """
+    found: list[torch.Tensor] = []
+    places: list[int] = []
+    for where, batch, *more in in_batches(tensors, *(() if factors is None else (factors,))):
+        if more:
+            batch = torch._foreach_mul(*([_at_least_float32(each) for each in part] for part in (batch, *more)))
+        batch = [each if each.dtype in _SUMMED else each.double() for each in batch]
+        if not of_sizes:  # no foreach function sums: take positive elements twice, and the sizes of all once less
+            batch += torch._foreach_clamp_min(batch, 0.0)
+        norms = torch.stack(torch._foreach_norm(batch, 1, torch.float64))
+        found.append(norms if of_sizes else 2 * norms[len(where) :] - norms[: len(where)])
+        places += where
+    if len(places) == len(tensors):
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    parts = torch.cat(found).split([len(list(group)) for _, group in itertools.groupby(places)])
+    return torch.stack([each.sum() for each in parts])
+
+
+def _part_size(tensor: torch.Tensor) -> int:
+    return HOST_PART if is_slow(tensor.device) else PART
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
 def is_slow(device: torch.device) -> bool:
@@ -104,14 +155,6 @@ def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
         if 0 < square < math.inf:
             return square + torch.linalg.vector_norm(flat[whole:], dtype=torch.float64) ** 2
     return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(HOST_PART))
-
-
-def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the inner product, in float32 at least: torch's own sums in the tensors' precision, which may be half."""
-    if one.dtype.itemsize >= 4 and other.dtype.itemsize >= 4:
-        return torch.dot(one.flatten(), other.flatten())
-    parts = [torch.dot(a.flatten().float(), b.flatten().float()).double() for a, b in in_parts(one, other)]
-    return torch.stack(parts).sum()
 
 
 def _sampled(size: int) -> int:
@@ -262,7 +305,9 @@ class GradientSpace:
     def put(self, gradient: Gradient) -> None:
         """Make this the content of ``.grad``: the same tensors, or copies of those on the host. Bit-exact."""
         for param, grad in zip(self.params, gradient, strict=True):
-            if grad is not None and (grad.device != param.device or type(grad) is not type(param.data)):
+            if grad is not None and (
+                grad.device != param.device or isinstance(grad, DTensor) != isinstance(param, DTensor)
+            ):
                 kept, grad = grad, torch.zeros_like(param, dtype=grad.dtype)
                 local_shard(grad).copy_(kept)
             param.grad = grad
@@ -280,8 +325,12 @@ class GradientSpace:
         Args:
             gradient: a gradient set aside; None for what is in ``.grad``.
         """
+        return self.reduce(lambda: self.own_squares(gradient))
+
+    def own_squares(self, gradient: Gradient | None = None) -> torch.Tensor:
+        """Return this process' part of :meth:`squares`, on the shards' device: for :meth:`reduce_all`."""
         grads = self.counted(self.current() if gradient is None else gradient)
-        return self.reduce(lambda: self._squared([None if grad is None else local_shard(grad) for grad in grads]))
+        return self._squared([None if grad is None else local_shard(grad) for grad in grads])
 
     def squares_by_name(self, gradient: Gradient | None = None) -> dict[str, float]:
         """Return :meth:`squares` by the model's own names, also where FSDP1 has flat parameters."""
@@ -304,14 +353,16 @@ class GradientSpace:
     def dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
         """Return the inner product per parameter over all shards: float64 (num_params,) on the host; 0 without one."""
 
-        def local() -> torch.Tensor:
-            out = self._zeros(len(self.params))
-            for index, (one, other) in enumerate(zip(self.counted(left), self.counted(right), strict=True)):
-                if one is not None and other is not None:
-                    out[index] = _dot(local_shard(one), local_shard(other).to(one.device))
-            return out
+        return self.reduce(lambda: self.own_dots(left, right))
 
-        return self.reduce(local)
+    def own_dots(self, left: Gradient, right: Gradient) -> torch.Tensor:
+        """Return this process' part of :meth:`dots`, on the shards' device."""
+        nothing = self._zeros(0)
+        pairs = [
+            (nothing, nothing) if a is None or b is None else (local_shard(a), local_shard(b).to(a.device))
+            for a, b in zip(self.counted(left), self.counted(right), strict=True)
+        ]
+        return totals_of([a for a, _ in pairs], [b for _, b in pairs]).to(nothing.device)
 
     def _squared(self, shards: Sequence[torch.Tensor | None]) -> torch.Tensor:
         zeros = self._zeros(len(shards))
@@ -328,20 +379,23 @@ class GradientSpace:
     @torch.no_grad()
     def scale_each(self, factors: Sequence[float]) -> None:
         """Multiply each parameter's ``.grad`` in place by its own factor, (num_params,); 1 leaves it untouched."""
-        for grad, factor in zip(self.current(), factors, strict=True):
-            if grad is not None and factor != 1.0:
-                local_shard(grad).mul_(factor)
+        pairs = zip(self.current(), factors, strict=True)
+        scaled = [(local_shard(grad), factor) for grad, factor in pairs if grad is not None and factor != 1.0]
+        if scaled:
+            torch._foreach_mul_([grad for grad, _ in scaled], [factor for _, factor in scaled])
 
     @torch.no_grad()
     def add(self, gradient: Gradient, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a gradient set aside to what is in ``.grad``, in place."""
+        pairs = []
         for param, other in zip(self.params, gradient, strict=True):
-            if other is None:
-                continue
-            if param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=other.dtype)
-            for grad, part in in_parts(local_shard(param.grad), local_shard(other)):
-                grad.add_(part.to(grad.device, non_blocking=True), alpha=alpha)
+            if other is not None:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param, dtype=other.dtype)
+                pairs.append((local_shard(param.grad), local_shard(other)))
+        for _, grads, others in in_batches(*zip(*pairs, strict=True)):
+            here = [part.to(grad.device, non_blocking=True) for grad, part in zip(grads, others, strict=True)]
+            torch._foreach_add_(grads, here, alpha=alpha)
 
     @torch.no_grad()
     def local_squares(self, is_rough: bool = False) -> torch.Tensor:
@@ -387,8 +441,7 @@ class GradientSpace:
         for index, (param, size) in enumerate(zip(self.params, sizes, strict=True)):
             if size:
                 alike.setdefault(param.shape, []).append(index)
-        most = _MAX_ALIKE if is_slow(self.params[0].device) else _MAX_ALIKE_ON_CARD
-        kept = [(those[:: -(-len(those) // most)], len(those)) for those in alike.values()]
+        kept = [(those[:: -(-len(those) // _MAX_ALIKE)], len(those)) for those in alike.values()]
         factors = [
             count / len(those) * sizes[index] / _sampled(sizes[index]) for those, count in kept for index in those
         ]
@@ -404,9 +457,31 @@ class GradientSpace:
 
     def reduce(self, local: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Sum over all shards what each process computes by itself; moving the sum to the host is the only wait."""
-        values = self.run_local_synced(local).to(
-            self.device
-        )  # the shards' group may not be able to reduce host tensors
+        return self.reduce_all(lambda: [local()])[0]
+
+    def reduce_all(
+        self, local: Callable[[], Sequence[torch.Tensor]], along: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """Sum several tensors as :meth:`reduce` does one, by one reduction and one wait: float64, in their shapes.
+
+        Args:
+            local: computes this process' parts.
+            along: scalars of this process alone, to be read with the sums.
+
+        Returns:
+            The sums, and last a tensor of ``along``.
+        """
+        shapes: list[torch.Size] = []
+
+        def joined() -> torch.Tensor:
+            parts = local()
+            shapes.extend(part.shape for part in parts)
+            return torch.cat([part.double().flatten() for part in parts])
+
+        # the shards' group may not be able to reduce host tensors
+        values = self.run_local_synced(joined).to(self.device)
         for group in self._groups:
             dist.all_reduce(values, group=group)
-        return values.cpu()
+        scalars = [torch.stack([each.to(values.device) for each in along]).double()] if along else []
+        *sums, rest = torch.cat([values, *scalars]).cpu().split([*(shape.numel() for shape in shapes), len(along)])
+        return [*(part.view(shape) for part, shape in zip(sums, shapes, strict=True)), rest]

@@ -37,7 +37,7 @@ def to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 class HostStep:
     """A step whose per-token tensors are on the host; all other attributes are the step's own.
 
-    Masks, records and coefficients of all micro-batches are read together when the first is asked for, the outputs of a
+    Masks, records and details of all micro-batches are read together when the first is asked for, the outputs of a
     forward with that forward. Nothing else waits for the device.
 
     Args:
@@ -127,8 +127,7 @@ class HostStep:
 
     def _gathered(self, name: str) -> list[Any]:
         if name not in self._held:
-            together = ("token_mask", "recorded")
-            names = together if name in together else (name,)
+            names = "token_mask", "recorded", "details"
             values = {each: [getattr(self._step, each)(i) for i in range(self.num_micro_batches)] for each in names}
             self._held |= _on_host(values)
         return self._held[name]

@@ -23,7 +23,7 @@ from .precision import HALVES, UNITS, NoFloat32, float32_forwards, forward_unit
 from .ranks import LostRank, Ranks
 from .selection import Part, Token, mask_of, mask_without
 from .step import Outputs, Recorded, TrainingStep, run_backward, stack_rows
-from .tracker import estimate_increments
+from .tracker import increments_of
 
 T = TypeVar("T")
 
@@ -79,6 +79,8 @@ class Prober:
         self.sizes: dict[int, float] = {}
         """Approximate norm of each micro-batch's gradient in the last pass without some tokens, where it is known."""
         self._running: list[torch.Tensor] = []
+        self._unsized: list[int] = []
+        """Micro-batches of the last pass whose :attr:`sizes` are not noted yet."""
         self._is_by_row = self.step.is_by_row
 
     @property
@@ -235,7 +237,7 @@ class Prober:
             return made(by_row)
 
         self.space.clear()
-        self._running = []
+        self._running, self._unsized = [], []
         passes = self.ranks.run_local_synced(prepare)
         if self.step.is_scheduled:
             self.num_forwards += len(passes)
@@ -296,18 +298,24 @@ class Prober:
         chosen = range(step.num_micro_batches) if micro_batches is None else micro_batches
 
         self.compute((index, mask_without(tokens, index, rank, step.token_mask(index))) for index in chosen)
-        self._note_sizes(chosen)
+        self._unsized = list(chosen)
 
-    def _note_sizes(self, micro_batches: Sequence[int]) -> None:
-        """Note the norm of each micro-batch's gradient in the last pass, if ``.grad`` held their sums meanwhile."""
-        for index in micro_batches:
+    def norm(self) -> float:
+        """Return the norm of what is in ``.grad``. After :meth:`compute_without` the same read notes :attr:`sizes`."""
+        chosen, self._unsized = self._unsized, []
+        for index in chosen:
             self.sizes.pop(index, None)
-        if not self._running or self.step.reduces_once:
-            return
-        running = [squares / self.step.loss_scale**2 for squares in self._running]
-        *sizes, missing = estimate_increments(self.space, [*running, self.space.local_squares()])
-        if missing < max(sizes):  # with DeepSpeed's ZeRO all of it comes after the last micro-batch
-            self.sizes |= {index: size for index, size in zip(micro_batches, sizes, strict=True) if math.isfinite(size)}
+        running = self._running if chosen and not self.step.reduces_once else []
+        squares, *found, _ = self.space.reduce_all(
+            lambda: [self.space.own_squares(), *(each.sum() for each in running)]
+        )
+        square = sum(squares.tolist())
+        if running:
+            *sizes, missing = increments_of([*(float(each) / self.step.loss_scale**2 for each in found), square])
+            if missing < max(sizes):  # with DeepSpeed's ZeRO all of it comes after the last micro-batch
+                known = zip(chosen, sizes, strict=True)
+                self.sizes |= {index: size for index, size in known if math.isfinite(size)}
+        return square**0.5
 
     def compute_only(self, tokens: Sequence[Token], micro_batches: Sequence[int], factor: float = 1.0) -> None:
         """Fill ``.grad`` with ``factor`` times these tokens' gradient, plus what passes through no token, times 1."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_MAX_COST = 0.002  # of an update's time. Beyond it the running norm is read from a sample, then given up
+_MAX_COST = 0.002  # of an update's time. Beyond it the running norm is given up
 _NEGLIGIBLE_S = 0.002  # an update: less is no loss, and a device that waits for its host seems to take longer
 _NUM_TRIALS = 3  # updates before the running norm is judged
 
@@ -64,6 +64,22 @@ def _event_of(device: torch.device) -> Any:
     return None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "Event", None)
 
 
+class SpikeNorms(NamedTuple):
+    """The norms of a spike, over all shards and on the host; the same on every rank but for ``along``."""
+
+    squares: torch.Tensor
+    """Of each parameter's gradient, squared: float64 (num_params,)."""
+    increments: list[float] | None
+    """An estimate of each micro-batch's own gradient, see :func:`increments_of`; None if a rank did not track."""
+    history: torch.Tensor | None
+    """Squared, per parameter, of the steps that all ranks remember: float64 (steps, num_params), oldest first; None
+    if there are fewer than two."""
+    summed: list[float]
+    """Further scalars that were read with the norms."""
+    along: torch.Tensor
+    """Scalars of this process alone that were."""
+
+
 class NormTracker:
     """Notes local squared norms during training, as long as that costs next to nothing.
 
@@ -74,7 +90,7 @@ class NormTracker:
     def __init__(self, window: int):
         self.is_on = True
         self.is_rough: bool | None = None
-        """Whether the running norm is read from a sample: on a CPU, and where the whole takes too long."""
+        """Whether the running norm is read from a sample: on a CPU."""
         self._history: deque[tuple[int, torch.Tensor]] = deque(maxlen=window)
         """(step number, squares). On a slow device ranks skip steps, each rank other ones, hence the number."""
         self._num_steps = 0
@@ -88,22 +104,19 @@ class NormTracker:
         self._update_started = time.perf_counter()
 
     def end_update(self) -> None:
-        """Read a sample if the running norm costs too much, then nothing; later updates pay for that alone."""
+        """Stop where the running norm costs too much."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
         cost, seconds = self._watch.seconds / self._update_seconds, self._watch.seconds / self._num_updates
         if not self.is_on or self._num_updates < _NUM_TRIALS or cost <= _MAX_COST or seconds <= _NEGLIGIBLE_S:
             return
-        if not self.is_rough:  # a small model on a large card: each reading takes a gradient's way through its memory
-            self.is_rough, self._watch, self._update_seconds, self._num_updates = True, _Watch(), 0.0, 0
-        else:
-            self.is_on = False
-            logger.warning(
-                "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: "
-                "searches will be slower",
-                100 * cost,
-                100 * _MAX_COST,
-            )
+        self.is_on = False
+        logger.warning(
+            "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: "
+            "searches will be slower",
+            100 * cost,
+            100 * _MAX_COST,
+        )
 
     def begin_mini_batch(self) -> None:
         self._running = []
@@ -144,41 +157,58 @@ class NormTracker:
         """Return the fraction of all updates' time that tracking has taken, ``now`` being ``time.perf_counter()``."""
         return (self._watch.seconds + self._layer_watch.seconds) / (self._update_seconds + now - self._update_started)
 
-    def increments(self, space: GradientSpace, ranks: Ranks, loss_scale: float) -> list[float] | None:
-        """Estimate the norm of each micro-batch's own gradient, over all ranks; None if a rank did not track.
+    def read(
+        self,
+        space: GradientSpace,
+        ranks: Ranks,
+        loss_scale: float = 1.0,
+        summed: Sequence[torch.Tensor] = (),
+        along: Sequence[torch.Tensor] = (),
+    ) -> SpikeNorms:
+        """Read all that is known of a spike's norms by one reduction. All ranks call this together.
 
-        See :func:`estimate_increments`.
+        Args:
+            space: ``.grad`` holds the gradient.
+            ranks: the data-parallel ranks.
+            loss_scale: the factor on the loss in the backward, and so on the running norms.
+            summed: further scalars, this process' parts.
+            along: further scalars of this process alone.
         """
-        if not ranks.all(self.is_on and bool(self._running)):
-            return None
-        return [size / loss_scale for size in estimate_increments(space, self._running)]
+        running = self._running if ranks.all(self.is_on and bool(self._running)) else []
+        known = self._remembered(ranks)
 
-    def history(self, space: GradientSpace, ranks: Ranks) -> torch.Tensor | None:
-        """Return squared norms per parameter of the steps that all ranks remember: float64 (steps, num_params), oldest
-        first.
+        def local() -> list[torch.Tensor]:
+            squares, scalars = space.own_squares(), [*summed, *(each.sum() for each in running)]
+            parts = [squares, *([torch.stack(known)] if known else [])]
+            return parts + [torch.stack([each.to(squares.device).double() for each in scalars])] if scalars else parts
 
-        None if there are fewer than two.
-        """
+        found = space.reduce_all(local, along)
+        scalars = found[-2].tolist() if summed or running else []
+        sizes = [size / loss_scale for size in increments_of(scalars[len(summed) :])]
+        history = found[1] if known else None
+        return SpikeNorms(found[0], sizes if running else None, history, scalars[: len(summed)], found[-1])
+
+    def _remembered(self, ranks: Ranks) -> list[torch.Tensor]:
+        """Return this process' squares of the steps that all ranks remember, oldest first; none if fewer than two."""
         if not ranks.all(self.is_on and len(self._history) > 1):
-            return None
+            return []
         squares = dict(self._history)
         (oldest,) = ranks.max([float(min(squares))])
         # a step counts only if every rank has its part of it
         numbers = range(int(oldest), self._num_steps + 1)
         missing = ranks.max([float(number not in squares) for number in numbers])
         known = [squares[number] for number, is_missing in zip(numbers, missing, strict=True) if not is_missing]
-        return space.reduce(lambda: torch.stack(known).double()) if len(known) > 1 else None
+        return known if len(known) > 1 else []
 
 
-def estimate_increments(space: GradientSpace, running: Sequence[torch.Tensor]) -> list[float]:
-    """Estimate the norms of gradients that were added up, from the local squared norms of ``.grad`` after each.
+def increments_of(totals: Sequence[float]) -> list[float]:
+    """Estimate the norms of gradients that were added up, from the squared norm of ``.grad`` after each.
 
     With A the sum so far and g the next gradient, ||A + g||^2 - ||A||^2 = ||g||^2 + 2 <A, g>. So the root of the change
     is exact for orthogonal gradients, as independent ones nearly are. abs() because g may undo what came before, and
     then the running norm falls.
     """
-    totals = space.reduce(lambda: torch.stack([squares.sum() for squares in running]).double()).tolist()
-    return [abs(after - before) ** 0.5 for before, after in zip([0.0, *totals[:-1]], totals, strict=True)]
+    return [abs(after - before) ** 0.5 for before, after in zip([0.0, *totals], totals, strict=False)]
 
 
 def median_size(tensors: Iterable[torch.Tensor]) -> float:

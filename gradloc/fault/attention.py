@@ -44,6 +44,13 @@ class AttentionLogits(TorchFunctionMode):
         self._inside: list[torch.nn.Module] = []
         self._largest: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
+        self.sizes: list[float] = []
+        """The :attr:`bounds`, once they are read."""
+
+    @property
+    def bounds(self) -> list[torch.Tensor]:
+        """Bounds on this process' logits, by module: scalars on the device."""
+        return list(self._largest.values())
 
     def __enter__(self) -> "AttentionLogits":
         def entered(module: torch.nn.Module, _: Any) -> None:
@@ -85,10 +92,10 @@ class AttentionLogits(TorchFunctionMode):
     def largest(self, ranks: Ranks) -> tuple[float, str]:
         """Return the largest bound of all ranks and the name of its module; 0 and "" where no attention was seen.
 
-        All ranks call this together.
+        All ranks call this together, once :attr:`sizes` are known.
         """
-        sizes = {name: float(size) for name, size in self._largest.items()}
-        mine = max(((size, name) for name, size in sizes.items() if size == size), default=(0.0, ""))
+        sizes = zip(self.sizes, self._largest, strict=True)
+        mine = max(((size, name) for size, name in sizes if size == size), default=(0.0, ""))
         return max(ranks.gather(mine))
 
 

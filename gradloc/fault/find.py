@@ -59,6 +59,8 @@ class Clues:
     """Returns the present step with a loss that follows the weights; None where the step's own loss does."""
     is_first: bool = True
     """Whether this is the first optimizer step on its rollouts; later epochs and mini-batches are not."""
+    squares: Sequence[float] = ()
+    """:meth:`.reference.ReferenceKeeper.squares`, summed over all shards."""
 
 
 @dataclass
@@ -127,7 +129,7 @@ def find_fault(task: Task, clues: Clues) -> tuple[Fault, list[PathEntry]]:
     if scaled is not None:
         return scaled, case.path
     with AttentionLogits(task.prober.space.module) as logits:
-        norm = _run(task.prober, reference.step, range(1))
+        norm = _run(task.prober, reference.step, range(1), logits)
     case.evidence["attention_logit"], case.attention = logits.largest(task.prober.ranks)
     times = norm / first if first > 0 else math.inf
     case.evidence |= {"reference_norm": norm, "reference_usual_norm": first, "reference_times": times}
@@ -175,8 +177,7 @@ def _first_norm(case: _Case) -> float:
     least = -int(prober.ranks.max([-len(reference.measured)])[0])
     if least:
         measured = reference.measured[-least:]
-        both = [square for each in measured for square in (each.first, each.last)]
-        squares = prober.space.reduce(lambda: torch.stack(both).double()).tolist()
+        squares = case.clues.squares[-2 * least :]
         factors = [each.norm / math.sqrt(last) for each, last in zip(measured, squares[1::2], strict=True) if last > 0]
         if case.clues.factor is not None and factors:
             case.evidence["usual_factor"] = statistics.median(factors)
@@ -185,12 +186,17 @@ def _first_norm(case: _Case) -> float:
     return reference.norm / reference.num_micro_batches**_GROWTH / (case.clues.factor or 1.0)
 
 
-def _run(prober: Prober, step: Any, micro_batches: Sequence[int]) -> float:
-    """Return the norm of these micro-batches' gradient at the present weights; ``.grad`` is left holding it."""
+def _run(prober: Prober, step: Any, micro_batches: Sequence[int], logits: AttentionLogits | None = None) -> float:
+    """Return the norm of these micro-batches' gradient at the present weights; ``.grad`` is left holding it. The same
+    read takes ``logits`` to the host."""
     other = Prober(step, prober.space, prober.ranks)
     try:
         other.compute((index, None) for index in micro_batches)
-        return prober.space.norm()
+        space, bounds = prober.space, [] if logits is None else logits.bounds
+        squares, found = space.reduce_all(lambda: [space.own_squares()], bounds)
+        if logits is not None:
+            logits.sizes = found.tolist()
+        return sum(squares.tolist()) ** 0.5
     finally:
         prober.num_forwards += other.num_forwards
         prober.num_backwards += other.num_backwards

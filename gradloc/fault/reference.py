@@ -58,6 +58,13 @@ class ReferenceKeeper:
         self._num_steps = 0
         self._squares: list[torch.Tensor] = []
 
+    def squares(self, space: GradientSpace) -> list[torch.Tensor]:
+        """Return this process' part of :attr:`Reference.measured`, first and last by turns: as many scalars on every
+        rank, zeros in front."""
+        measured = () if self.reference is None else self.reference.measured
+        known = [square for each in measured for square in (each.first, each.last)]
+        return [torch.zeros((), device=space.params[0].device)] * (2 * _MEASURED - len(known)) + known
+
     def begin(self, step: Any) -> None:
         """Begin a step: decide whether its first micro-batch is to be kept."""
         self.is_wanted = self._num_steps % _EVERY == 0 or self.reference is None

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ..core.gradients import GradientSpace, squared_norms, total_of
+from ..core.gradients import GradientSpace, squared_norms, totals_of
 from ..core.sharding import local_shard, plain_name
 from ..record.bundle import Fingerprint, Weights
 
@@ -30,7 +30,7 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
     shards = [local_shard(param) for param in space.counted(space.params) if param is not None]
 
     def local() -> torch.Tensor:
-        sums = torch.stack([total_of(shard) for shard in shards])
+        sums = totals_of(shards)
         return torch.stack(
             [sums.new_tensor([shard.numel() for shard in shards]), sums, squared_norms(shards, are_weights=True)], 1
         )

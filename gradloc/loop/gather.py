@@ -62,8 +62,8 @@ class SpikeContext:
     """The norm that the actor clips to; inf where it does not clip the whole."""
     checkpoint: str | None
     """The folder of the saved weights; None where they were not saved."""
-    head_square: torch.Tensor
-    """This process' part of the squared gradient norm of the output head, before clipping."""
+    head_square: float
+    """The squared gradient norm of the output head, before clipping; under 0 where it is not known."""
     takes_what_is_not_finite: bool = False
     """Whether the optimizer would be given a gradient that is not finite."""
     budget: int | None = None
@@ -130,10 +130,9 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
     culprits = tuple(ranks.broadcast_from(span.rank, own_culprits.get(number)) for number, span in enumerate(spans))
     sequences = [ranks.broadcast_from(row.rank, rows.get(row)) for row in wanted]
     weights = fingerprint(space)
-    head_square = float(space.reduce(lambda: context.head_square * space.num_replicas))
 
     def build(parts: list[_Sums]) -> RawEvent:
-        head_norm = None if head_square < 0 else math.sqrt(head_square)
+        head_norm = None if context.head_square < 0 else math.sqrt(context.head_square)
         event = _event(context, culprits, parts, head_norm)
         meta = BundleMeta(
             temperature=step.temperature,

@@ -36,7 +36,7 @@ from ..core.precision import cast_bytes
 from ..core.probe import Prober
 from ..core.ranks import LostRank, Ranks
 from ..core.step import LossReplay, Scheduled, TrainingStep, has_finite_loss, typical_sizes
-from ..core.tracker import NormTracker, median_size
+from ..core.tracker import NormTracker, SpikeNorms, median_size
 from ..explain.text import plural
 from ..fault.find import Clues, find_broken_link
 from ..fault.reference import ReferenceKeeper, following
@@ -89,8 +89,8 @@ class Settled(NamedTuple):
 
     finding: SearchResult
     step: HostStep
-    squares: torch.Tensor
-    """The spike's squared norm per parameter, as clipped: float64 (num_params,)."""
+    norms: SpikeNorms
+    """As clipped."""
     action: Action
     norm: torch.Tensor
     """The norm of the gradient that the step takes, before clipping; a scalar."""
@@ -202,7 +202,6 @@ class Localizer:
                 self._first_step = self._step
             spike = self._find_spike(policy, norm)
             if spike is not None:
-                self._learn_of_updates(_read(self.updates.open))
                 grad_norm = self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
         loss_scale = self._step.loss_scale if self.powers.scales_loss else 1.0
@@ -306,18 +305,21 @@ class Localizer:
     def _settle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, limits: dict[str, Any]) -> Settled:
         """Search, decide, act: what ``.grad`` holds afterwards is what the step takes."""
         step = HostStep(self._step, self._space.device, self.ranks.size)
-        finding = self._search(policy, spike, step, limits)
-        squares = self._space.squares()  # while .grad still holds the spike
+        summed = [self.head_squares[-1] * self._space.num_replicas, *self._keeper.squares(self._space)]
+        norms = self._tracker.read(self._space, self.ranks, step.loss_scale, summed, self.updates.open)
+        self._learn_of_updates(norms.along)
+        finding = self._search(policy, spike, step, limits, norms)
         action = self._decide(spike, finding)
         norm = self._act(action.taken, grad_norm, policy, finding)
         if action.taken == "mask" and (why := self._contradicted(finding, norm)):
             action = replace(action, taken="skip", reason=why)
             norm = self._act("skip", norm, policy)
-        return Settled(finding, step, squares, action, norm)
+        return Settled(finding, step, norms, action, norm)
 
-    def _search(self, policy: Policy, spike: Spike, step: HostStep, limits: dict[str, Any]) -> SearchResult:
-        space, ranks = self._space, self.ranks
-        increments = self._tracker.increments(space, ranks, step.loss_scale)
+    def _search(
+        self, policy: Policy, spike: Spike, step: HostStep, limits: dict[str, Any], norms: SpikeNorms
+    ) -> SearchResult:
+        space, ranks, increments = self._space, self.ranks, norms.increments
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
         clip_scale = self._clip_scale(spike.grad_norm)
@@ -325,9 +327,10 @@ class Localizer:
         if again is None and not is_first and isinstance(self._step, LossReplay):
             again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
         factor = 1.0 / self._step.loss_scale
-        clues = Clues(self._keeper.reference, self.updates, policy.global_step, factor, again, is_first)
+        known = self._keeper.reference, self.updates, policy.global_step, factor, again, is_first
+        clues = Clues(*known, norms.summed[1:])
         has_room = limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
-        given = {**limits, "groups": policy.groups}
+        given = {**limits, "groups": policy.groups, "squares": norms.squares}
         given["find_link"] = partial(find_broken_link, clues) if has_room else None
         with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
             return localize(step, space, ranks, spike, clip_scale, increments, policy.typical, **given)
@@ -389,12 +392,12 @@ class Localizer:
             step=settled.step,
             space=self._space,
             ranks=self.ranks,
-            squares=settled.squares.div_(self._clip_scale(spike.grad_norm) ** 2),
-            history=self._tracker.history(self._space, self.ranks),
+            squares=settled.norms.squares / self._clip_scale(spike.grad_norm) ** 2,
+            history=settled.norms.history,
             action=settled.action,
             clip_limit=self.powers.clip_limit,
             checkpoint=self.powers.save_weights(policy.global_step),
-            head_square=self.head_squares[-1],
+            head_square=settled.norms.summed[0],
             takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
             budget=self.settings.budget,
             keeps_all=self.settings.evidence.bundle == "full",

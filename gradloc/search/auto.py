@@ -38,6 +38,8 @@ class _AutoSearch:
         self.result = SearchResult()
         self.direction: Gradient = task.gradient
         self.scale = task.scale
+        self.square = task.square
+        """||R||^2; None where it was not measured yet."""
         self.others: Gradient | None = None
         """The part of the gradient that passes through no token, if it is as large as a culprit."""
         self.prober.sizes = dict(enumerate(task.increments or ()))
@@ -124,7 +126,9 @@ class _AutoSearch:
             return None
         readouts = self.prober.ranks.run_local_synced(lambda: task.readouts(self.result.culprits))
         sizes = [size for _, size in sorted(self.prober.sizes.items())]
-        shares = ShareMeasurement(self.prober, readouts, self.direction, self.scale, micro_batches, known, sizes).run()
+        given = readouts, self.direction, self.scale, micro_batches, known, sizes, self.square
+        shares = ShareMeasurement(self.prober, *given).run()
+        self.square = shares.square
         seen = sorted(shares.seen)
         is_part = len(seen) < self.prober.step.num_micro_batches
         which = f"micro-batches {seen} alone" if is_part else "all micro-batches"
@@ -192,9 +196,12 @@ class _AutoSearch:
         self._note("residual", certificate.verdict, certificate.reason, certificate.norm_after)
         result.stop_reason = certificate.reason
         is_done = certificate.verdict == "explained" or not math.isfinite(certificate.norm_after or 0.0)
+        norm = None if certificate.method == "none" else certificate.norm_after
         if self.others is not None and not is_done:
             self.prober.add(self.others, alpha=-1.0)
-            is_done = space.norm() < task.reference
+            norm = space.norm()
+            is_done = norm < task.reference
+        self.square = None if norm is None else norm**2
         self.direction = result.rest = space.keep()
         self.scale = 1.0
         return is_done
@@ -261,7 +268,7 @@ class _AutoSearch:
         if parts is None:
             return False
         self.direction, self.others, source = parts
-        self.scale, self.result.culprits, self.result.certificate = 1.0, [], None
+        self.scale, self.square, self.result.culprits, self.result.certificate = 1.0, None, [], None
         self._blame(source, source.numbers["others_norm"])
         if (source.numbers["tokens_norm"] or 0.0) < self.task.reference:
             self.result.certificate = certify_nothing(self.task, source.reason)

@@ -180,8 +180,8 @@ def _measured(task: Task, option: Candidate, cured: Cured, rest: Gradient | None
     norm, bound, _ = recompute(prober, compute, lambda: fullest(prober, []), threshold, can_afford)
     verdict, _ = verdict_of(norm, bound, threshold, math.isfinite(task.spike.grad_norm))
     against = task.gradient if rest is None else rest
-    dot = float(space.dots(space.current(), against).sum())
-    sizes = norm * space.norm(against)
+    dots, squares, _ = space.reduce_all(lambda: [space.own_dots(space.current(), against), space.own_squares(against)])
+    dot, sizes = float(dots.sum()), norm * math.sqrt(float(squares.sum()))
     return replace(
         cured,
         norm_after=norm,

@@ -63,6 +63,7 @@ def localize(
     max_cures: int = MAX_CURES,
     groups: Groups | None = None,
     find_link: LinkFinder | None = None,
+    squares: torch.Tensor | None = None,
 ) -> SearchResult:
     """Find and certify the culprits of the gradient in ``.grad``. All ranks call this together.
 
@@ -84,6 +85,7 @@ def localize(
         groups: how the batch's advantages were made, for settings that change them.
         find_link: finds which link broke, and gives a result where that is not the batch; None: the batch is taken
             for it.
+        squares: squared norm of each parameter's ``.grad``, float64 (num_params,); None: measured here.
     """
     started = time.perf_counter()
     rng, saved = space.forward_state(), space.take()
@@ -91,14 +93,17 @@ def localize(
     held = prober.step
     prober.num_forwards, prober.num_backwards = held.spent
     try:
-        searched = saved
+        squares = space.squares(saved) if squares is None else squares
+        searched, square = saved, sum(squares.tolist()) / clip_scale**2
         if outside := set(held.unsearched):
             searched = [None if name in outside else grad for name, grad in zip(space.names, saved, strict=True)]
-            spike = replace(spike, grad_norm=space.norm(searched) / clip_scale)
+            kept = zip(space.names, squares.tolist(), strict=True)
+            square = sum(value for name, value in kept if name not in outside) / clip_scale**2
+            spike = replace(spike, grad_norm=square**0.5)
         tau = spike.tau if spike.tau is not None else _rehearsal_tau(spike, held, ranks)
         limit = Limit(held.num_micro_batches, max_steps, update_seconds, budget if strategy == "bisect" else None)
         task = Task(prober, searched, clip_scale, spike, tau, max_culprits, limit, increments)
-        task = replace(task, usual_coefficient=(typical or {}).get("coefficient"))
+        task = replace(task, usual_coefficient=(typical or {}).get("coefficient"), square=square)
         result = _find(task, strategy, typical or {}, reruns, find_link)
         _complete(task, result, strategy, max_cures, groups)
     finally:

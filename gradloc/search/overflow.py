@@ -84,7 +84,7 @@ def rescale_task(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
     unit = 2.0 ** math.frexp(largest)[1]
     step.rescale(unit)
     prober.compute_without(tokens_of(known))
-    norm = prober.space.norm()
+    norm = prober.norm()
     if not math.isfinite(norm):  # the overflow is the backward's own, in any unit
         step.rescale(1.0)
         return None
@@ -99,6 +99,7 @@ def rescale_task(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
         limit=task.limit,
         increments=sizes if all(map(math.isfinite, sizes)) else None,
         unit=unit,
+        square=norm**2,
         original=task,
         known=tuple(known),
     )

@@ -117,20 +117,23 @@ class ShareMeasurement:
     """A map along the same direction, to be completed, or read again, at its step."""
     increments: Sequence[float] = ()
     """About the norm of each micro-batch's own gradient; without those of all it is not used."""
+    known_square: float | None = None
+    """||R||^2, where it was measured."""
 
     def __post_init__(self) -> None:
         num_micro_batches, known = self.prober.step.num_micro_batches, self.known
         increments = self.increments if len(self.increments) == num_micro_batches else ()
+        square = self.known_square
+        self.square = self.prober.space.norm(self.direction) ** 2 / self.scale**2 if square is None else square
         self.seen = frozenset(self.micro_batches) | (known.seen if known is not None else frozenset())
         unseen = [index for index in range(num_micro_batches) if index not in self.seen]
-        self.square = self.prober.space.norm(self.direction) ** 2 / self.scale**2
         # of ||R||^2, as if micro-batches were orthogonal; without norms it may be anything
         carried = sum(increments[index] ** 2 for index in unseen) if increments else math.inf
         self.unseen = min(carried / self.square, 1.0) if unseen and self.square > 0 else 0.0
         # over 1 if micro-batches cancel: a token may then respond that much more than ||R|| suggests
         self.loudest = max(increments, default=0.0) / self.square**0.5 if increments and self.square > 0 else 0.0
         self.at: float | None = None  # the step at which the weights are now
-        self.moved = 0.0  # <R, the true move of the weights>
+        self.moved: torch.Tensor  # this process' part of <direction, the true move of the weights>
 
     def run(self) -> ShareMap:
         largest = self.prober.ranks.run_local_synced(lambda: [_largest(each.slope) for each in self.readouts])
@@ -179,6 +182,8 @@ class ShareMeasurement:
         signs = (-1, 1) if self.at == -step else (1, -1)  # begin where the weights are: one move fewer
         legs = {sign: self._leg(weights, sign * step, part) for sign in signs}
         (plus, up), (minus, down) = legs[1], legs[-1]
+        moved = self.prober.space.reduce(lambda: torch.stack([up, down]))
+        up, down = (moved / self.scale).tolist()
         per_move = 2 * self.square / (up - down) if up != down else math.nan
 
         def local() -> list[float]:
@@ -204,12 +209,11 @@ class ShareMeasurement:
 
     def _leg(
         self, weights: MovedWeights, step: float, micro_batches: Sequence[int]
-    ) -> tuple[dict[int, Outputs], float]:
-        """Return the outputs at this step, and <R, the weights' true move>."""
+    ) -> tuple[dict[int, Outputs], torch.Tensor]:
+        """Return the outputs at this step, and this process' part of <``direction``, the weights' true move>."""
         prober = self.prober
         if step != self.at:
-            moved = weights.move(self.direction, step / self.scale)
-            self.at, self.moved = step, float(prober.space.reduce(lambda: moved)) / self.scale
+            self.at, self.moved = step, weights.move(self.direction, step / self.scale)
         return {index: forward_on_routes(prober, index) for index in micro_batches}, self.moved
 
     def _combine(self, found: Found, step: float) -> ShareMap:

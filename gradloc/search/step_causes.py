@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..core.certificate import REPLAY_TOLERANCE, verdict_of
-from ..core.gradients import Gradient, GradientSpace, total_of
+from ..core.gradients import Gradient, GradientSpace, totals_of
 from ..core.ranks import PeerFailure, Ranks
 from ..core.sharding import plain_name
 from ..core.step import typical_sizes
@@ -153,9 +153,8 @@ def diverged_params(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
     shape = (2, ranks.num_processes // space.num_replicas, len(named), 2)
 
     def local() -> list[float]:
-        sums = [total_of(shard) for _, shard in named]
-        sizes = [total_of(shard, order=1) for _, shard in named]
-        mine = torch.stack([torch.stack(sums), torch.stack(sizes)], 1).nan_to_num(nan=0.0).cpu()
+        shards = [shard for _, shard in named]
+        mine = torch.stack([totals_of(shards), totals_of(shards, of_sizes=True)], 1).nan_to_num(nan=0.0).cpu()
         both = torch.full(shape, -math.inf, dtype=torch.float64)
         both[:, space.shard_index] = torch.stack([mine, -mine])  # one maximum then gives largest and smallest
         return both.flatten().tolist()

@@ -45,6 +45,8 @@ class Task:
     """The spike run again; None unless that was asked for."""
     usual_coefficient: tuple[float, float] | None = None
     """The median |d loss / d log_prob| of the run's batches, and which multiple of it is unusual; None if unknown."""
+    square: float | None = None
+    """Squared norm of the gradient before clipping; None where it was not measured."""
     unit: float = 1.0
     """All norms here are the step's divided by this; other than 1 in :class:`.overflow.RescaledTask`."""
 
@@ -214,8 +216,8 @@ def verify(task: Task, span: Span, threshold: float) -> Span:
 def with_measured_norm(task: Task, span: Span, threshold: float) -> Span:
     """Return the span whose gradient is in ``.grad`` now, with its norm and share."""
     space = task.prober.space
-    squares, square = space.squares(), task.spike.grad_norm**2
-    dot = float(space.dots(space.current(), task.gradient).sum()) / task.scale
+    squares, dots, _ = space.reduce_all(lambda: [space.own_squares(), space.own_dots(space.current(), task.gradient)])
+    dot, square = float(dots.sum()) / task.scale, task.spike.grad_norm**2
     share = dot / square if 0 < square < math.inf else None
     norm = sum(squares.tolist()) ** 0.5
     return replace(span, norm=norm, threshold=threshold, is_exact=True, share=share, squares=squares)

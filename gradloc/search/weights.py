@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core.gradients import Gradient, GradientSpace, host_copy, in_parts
+from ..core.gradients import Gradient, GradientSpace, host_copy, in_batches, totals_of
 from ..core.precision import Shift, shifted_weights
 from ..core.probe import Prober
 from ..core.ranks import LostRank
@@ -54,7 +54,7 @@ class MovedWeights:
         return self
 
     def _kept(self, param: torch.nn.Parameter, keep: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        shard = local_shard(param).detach()
+        shard = local_shard(param)
         return shard if id(param) in self._cast else keep(shard)
 
     def move(self, direction: Gradient, step: float) -> torch.Tensor:
@@ -75,20 +75,27 @@ class MovedWeights:
         space.reshard()
         device = space.params[0].device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        parts = zip(space.params, self._saved, direction, space.counts, strict=True)
         shifts: dict[int, torch.Tensor] = {}
-        for param, saved, part, counts in parts:
-            if id(param) in self._cast:
-                if part is not None:
-                    shifts[id(param)] = local_shard(part)
-                    size = torch.linalg.vector_norm(local_shard(part).to(device).float()).double()
-                    total += counts * step * size**2
-                continue
-            for shard, was, along in in_parts(local_shard(param), saved, saved if part is None else local_shard(part)):
-                was, along = was.to(device, non_blocking=True), along.to(device, non_blocking=True).float()
-                shard.copy_(was if part is None else torch.add(was.float(), along, alpha=step))
-                if counts and part is not None:
-                    total += torch.dot((shard.to(self._dtype).float() - was.float()).flatten(), along.flatten())
+        moved: dict[bool, list[tuple[torch.Tensor, ...]]] = {True: [], False: []}
+        for param, saved, part, counts in zip(space.params, self._saved, direction, space.counts, strict=True):
+            if part is None:
+                if id(param) not in self._cast:
+                    local_shard(param).copy_(saved)
+            elif id(param) in self._cast:
+                shifts[id(param)] = local_shard(part)
+                size = torch.linalg.vector_norm(local_shard(part).to(device).float()).double()
+                total += counts * step * size**2
+            else:
+                moved[counts].append((local_shard(param), saved, local_shard(part)))
+        for counts, parts in moved.items():
+            for _, shards, *others in in_batches(*zip(*parts, strict=True)):
+                was, along = ([each.to(device, non_blocking=True).float() for each in part] for part in others)
+                torch._foreach_copy_(shards, torch._foreach_add(was, along, alpha=step))
+                if counts:
+                    off = torch._foreach_sub([each.to(self._dtype).float() for each in shards], was)
+                    torch._foreach_mul_(off, along)
+                    del was, along  # copies, whose memory a sum takes
+                    total += totals_of(off).sum()
         space.shift = Shift(shifts, step)
         return total
 
@@ -129,9 +136,13 @@ class MovedWeights:
         if kind is not None and issubclass(kind, LostRank):
             return  # this process ends; waiting for peers or for the device might never end
         self._space.shift = None
+        shards, kept = [], []
         for param, saved in zip(self._space.params, self._saved, strict=True):
             if id(param) not in self._cast:
-                local_shard(param).copy_(saved)
+                shards.append(local_shard(param))
+                kept.append(saved)
+        if shards:
+            torch._foreach_copy_(shards, kept)
         self._space.publish()
         self._space.reshard()
         self._saved = []

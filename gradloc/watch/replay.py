@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.gradients import Gradient, GradientSpace, in_parts, total_of
+from ..core.gradients import Gradient, GradientSpace, in_batches, squared_norms
 from ..core.sharding import local_shard
 from ..explain.text import plural
 from ..record import Fault
@@ -47,8 +47,9 @@ def hold_against(
     """
     clips = tap.calls
     factors = _clip_factors(space, clips, tap.own_factor(norm))
-    again, dots = space.squares(), space.dots(space.current(), before)
-    given = space.squares(before)
+    again, dots, given, _ = space.reduce_all(
+        lambda: [space.own_squares(), space.own_dots(space.current(), before), space.own_squares(before)]
+    )
     if tap.replaced is not None:  # only its norms are known of the gradient before the loop changed it
         given, dots, factors = tap.replaced, (tap.replaced * again).sqrt(), torch.ones_like(factors)
     outside = _outside(step, space, again, given)
@@ -106,17 +107,16 @@ def _differences(space: GradientSpace, before: Gradient, factors: torch.Tensor) 
     """
 
     def local() -> torch.Tensor:
+        pairs: tuple[list[torch.Tensor], ...] = [], []
+        for grad, given in zip(space.counted(space.current()), space.counted(before), strict=True):
+            known = next((each for each in (grad, given) if each is not None), torch.zeros(0))
+            for kept, each in zip(pairs, (grad, given), strict=True):
+                kept.append(local_shard(torch.zeros_like(known) if each is None else each).to(known.device))
         out = torch.zeros(len(space.params), dtype=torch.float64)
-        pairs = zip(space.counted(space.current()), space.counted(before), strict=True)
-        for index, (grad, given) in enumerate(pairs):
-            shards = [local_shard(each) for each in (grad, given) if each is not None]
-            if len(shards) == 1:
-                one = shards[0] if given is not None else shards[0] * float(factors[index])
-                out[index] = total_of(one, 2) ** 2
-            elif shards:
-                again, own = shards
-                for a, b in in_parts(again, own.to(again.device)):
-                    out[index] += float(total_of(b.double() - a.double() * float(factors[index]), 2) ** 2)
+        for where, again, own in in_batches(*pairs):
+            scaled = torch._foreach_mul([each.double() for each in again], factors[where].tolist())
+            off = torch._foreach_sub([each.double() for each in own], scaled)
+            out.index_add_(0, torch.tensor(where), squared_norms(off, are_weights=True).cpu())
         return out
 
     return space.reduce(local)
@@ -157,13 +157,15 @@ def _factor_of_small(space: GradientSpace, before: Gradient, clips: Sequence[Cli
         clips: in the order of their calls.
         factors: of the clips by norm on each parameter's gradient, float64 (num_params,).
     """
-    limit, sums = math.inf, torch.zeros(2, dtype=torch.float64)
+    limit, sums = math.inf, torch.zeros(2, dtype=torch.float64, device=space.params[0].device)
     for call in clips:  # a clip by norm scales what an earlier one by value left
         limit = min(limit, call.limit) if call.is_by_value else limit * call.factor()
     for grad, given, factor in zip(space.current(), before, factors.tolist(), strict=True):
         if grad is not None and given is not None:
+            grad, given = local_shard(grad), local_shard(given).to(grad.device)
             kept = given.abs() < limit * (1 - _ROUNDING)
-            sums += torch.stack([given[kept].double().abs().sum() / factor, grad[kept].double().abs().sum()]).cpu()
+            both = [torch.where(kept, each.double(), 0.0).abs().sum() for each in (given, grad)]
+            sums += torch.stack([both[0] / factor, both[1]])
     sums = space.reduce(lambda: sums)
     return float(sums[0] / sums[1]) if float(sums[1]) > 0 else 1.0
 

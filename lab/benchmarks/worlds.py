@@ -167,7 +167,7 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
         return row | {"seconds": time.perf_counter() - started}
     before = [None if grad is None else local_shard(grad).clone() for grad in space.current()]
     spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
-    increments = tracker.increments(space, ranks, 1.0) if plan.is_tracked else None
+    increments = tracker.read(space, ranks).increments if plan.is_tracked else None
     found = localize(step, space, ranks, spike, 1.0, increments, max_steps=MAX_STEPS, **(search or {}))
     after = [None if grad is None else local_shard(grad) for grad in space.current()]
     pairs = [pair for pair in zip(before, after, strict=True) if pair != (None, None)]

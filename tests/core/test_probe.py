@@ -76,7 +76,7 @@ def test_a_pass_notes_what_each_micro_batch_adds_to_the_square_of_the_norm(loss_
     squares = [0.0]
     for last in range(4):
         prober.compute_without([], range(last + 1))
-        squares.append(prober.space.norm() ** 2)
+        squares.append(prober.norm() ** 2)
     wanted = [abs(after - before) ** 0.5 for before, after in zip(squares[:-1], squares[1:], strict=True)]
     assert [prober.sizes[index] for index in range(4)] == pytest.approx(wanted, rel=1e-3)
 
@@ -84,17 +84,9 @@ def test_a_pass_notes_what_each_micro_batch_adds_to_the_square_of_the_norm(loss_
 def test_a_pass_whose_gradient_appears_at_its_end_notes_nothing(monkeypatch):
     prober, _, _ = probed()
     space = prober.space
+    monkeypatch.setattr(space, "local_squares", lambda: torch.zeros(len(space.params)))
     prober.compute_without([])
-    found, compute = space.local_squares(), prober.compute
-    monkeypatch.setattr(space, "local_squares", lambda: torch.zeros_like(found))
-
-    def computed(selections):
-        compute(selections)
-        monkeypatch.setattr(space, "local_squares", lambda: found)
-
-    monkeypatch.setattr(prober, "compute", computed)
-    prober.compute_without([])
-    assert prober.sizes == {}
+    assert prober.norm() > 0 and prober.sizes == {}
 
 
 def test_parts_of_a_pass_add_up_to_the_training_gradient_without_its_loss_scale():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradloc.fault import find, reference, updates
-from gradloc.loop.localizer import Localizer
+from gradloc.loop.localizer import Localizer, _read
 from gradloc.search import weights
 from lab.benchmarks import links
 from tests.fault.test_links import ATTEMPTS, PLAN
@@ -63,6 +63,7 @@ def test_a_failure_at_any_line_leaves_the_step_as_it_was(fault, tmp_path):
     real, injected, wrong = Localizer._look_into, list[Line](), list[Line]()
 
     def look_into(self: Localizer, *given: Any) -> Any:
+        self._learn_of_updates(_read(self.updates.open))  # which a look does once
         before, lines = state(made), dict[Line, None]()
 
         def look() -> None:

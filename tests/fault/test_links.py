@@ -146,7 +146,7 @@ def test_a_norm_that_is_not_finite_is_the_batch_s_where_an_earlier_one_has_its_o
     prober = SimpleNamespace(space=GradientSpace(model), ranks=Ranks(), step=None)
     spike = Spike("non_finite", math.nan, 1.0, None, 8)
     task = SimpleNamespace(prober=prober, spike=spike, reference=1.0, increments=None, can_afford=lambda **_: True)
-    monkeypatch.setattr(find, "_run", lambda prober, step, micro_batches: 1.2 * usual)
+    monkeypatch.setattr(find, "_run", lambda *_: 1.2 * usual)
     reference = Reference(SimpleNamespace(), 7, usual, 1, ())
     fault, _ = find.find_fault(task, find.Clues(reference, Updates(), number=8))
     assert fault.at == "batch", fault.reason

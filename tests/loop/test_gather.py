@@ -28,7 +28,7 @@ def context():
         place=Step(7, 1, 2, 3, stage="low"),
         clip_limit=2.0,
         checkpoint="/ckpt",
-        head_square=torch.tensor(9.0),
+        head_square=9.0,
         budget=128,
     )
 

@@ -19,7 +19,7 @@ def search(batch, threshold=THRESHOLD, dtype=torch.float32, typical=None, num_mi
     ranks, tracker = Ranks(), NormTracker(0)
     tracker.begin_mini_batch()
     step, space = trained(batch, dtype, note=tracker.after_backward, num_micro_batches=num_micro_batches)
-    increments = tracker.increments(space, ranks, 1.0)
+    increments = tracker.read(space, ranks).increments
     found = localize(step, space, ranks, spike_of(batch, space.norm(), threshold), 1.0, increments, typical)
     return found, found.num_forwards + 2 * found.num_backwards - len(found.entropies)
 

@@ -64,7 +64,7 @@ def context_of(
         action=Action("observe", "observe", ""),
         clip_limit=1.0,
         checkpoint=None,
-        head_square=head_square(space),
+        head_square=float(head_square(space)),
     )
 
 

@@ -131,7 +131,7 @@ def history_with_gaps(gaps: dict[int, int]) -> tuple[list[list[float]] | None, l
         cost = float(gaps.get(ranks.rank) == number)
         tracker.cost = lambda now, cost=cost: cost
         tracker.after_mini_batch(space, 1.0, 1.0, is_spike=False)
-    history = tracker.history(space, ranks)
+    history = tracker.read(space, ranks).history
     return None if history is None else history.tolist(), exact
 
 
