@@ -35,8 +35,6 @@ T = TypeVar("T")
 Gradient = list[torch.Tensor | None]
 
 _ROW = 2**12  # elements whose squares are summed in float32
-_SAMPLED = 64  # a rough norm reads one element in this many, but at least two rows of a tensor
-_MAX_ALIKE = 8  # parameters of one shape that a rough norm reads
 _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes that torch takes norms of
 
 
@@ -157,17 +155,6 @@ def _squared_norm(tensor: torch.Tensor, is_weight: bool) -> torch.Tensor:
     return sum(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2 for part in flat.split(HOST_PART))
 
 
-def _sampled(size: int) -> int:
-    """Return how many elements a rough norm reads of a tensor of this size."""
-    return min(size, max(2 * _ROW, size // _SAMPLED))
-
-
-def _slice(shard: torch.Tensor) -> torch.Tensor:
-    """Return consecutive elements from the middle of a tensor: consecutive for the cache's sake."""
-    count = _sampled(shard.numel())
-    return shard.flatten().narrow(0, (shard.numel() - count) // 2, count)
-
-
 class GradientSpace:
     """The trainable parameters of a (sharded) module, seen as one vector space.
 
@@ -224,7 +211,6 @@ class GradientSpace:
         num_processes = dist.get_world_size() if dist.is_initialized() else 1
         self.num_replicas: int = num_processes // math.prod(group.size() for group in self._groups)
         """The number of processes that hold the same shard: more than 1 with DDP and hybrid sharding."""
-        self._samples: dict[tuple[int, ...], tuple[list[int], torch.Tensor, torch.Tensor]] = {}
         self.are_summed = True
         """Whether replicas' gradients are summed. FSDP1 forgets to when each process holds the whole model."""
         self.shard_index = sum(group.rank() for group in self._groups)
@@ -398,15 +384,8 @@ class GradientSpace:
             torch._foreach_add_(grads, here, alpha=alpha)
 
     @torch.no_grad()
-    def local_squares(self, is_rough: bool = False) -> torch.Tensor:
-        """Return the squared norm of this rank's part of each parameter's ``.grad``, (num_params,): no communication.
-
-        Args:
-            is_rough: read a sample and scale it up: of each shape a few parameters, of each a run of elements. Other
-                parameters get 0, so only the sum is about right.
-        """
-        if is_rough:
-            return self._rough_squares()
+    def local_squares(self) -> torch.Tensor:
+        """Return each parameter's squared norm of this rank's part of ``.grad``, (num_params,): no communication."""
         shards = [local_shard(param) if param.grad is None else local_shard(param.grad) for param in self.params]
         shards = [shard for shard in self.counted(shards) if shard is not None]
         squares = torch.stack(torch._foreach_norm(shards)).square_()
@@ -414,39 +393,6 @@ class GradientSpace:
         if missing:
             squares[missing] = 0.0
         return squares
-
-    def _rough_squares(self) -> torch.Tensor:
-        shards = [None if param.grad is None else local_shard(param.grad) for param in self.params]
-        sizes = tuple(0 if shard is None else shard.numel() for shard in shards)
-        if sizes not in self._samples:
-            self._samples = {sizes: self._sample(sizes)}
-        chosen, places, factors = self._samples[sizes]
-        squares = self._zeros(len(self.params))
-        runs = [_slice(shard) for index in chosen if (shard := shards[index]) is not None]
-        if runs:
-            squares[places] = torch.stack(torch._foreach_norm(runs)).square_().double() * factors
-        return squares
-
-    def _sample(self, sizes: Sequence[int]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """Choose the parameters that a rough norm reads.
-
-        Returns:
-            Their indices, the same as a tensor on the device, and the weight of each run of elements there. They are
-            kept, since the host would wait for the device to take the two tensors.
-
-        Args:
-            sizes: elements of each parameter's shard of the gradient, 0 without one.
-        """
-        alike: dict[torch.Size, list[int]] = {}
-        for index, (param, size) in enumerate(zip(self.params, sizes, strict=True)):
-            if size:
-                alike.setdefault(param.shape, []).append(index)
-        kept = [(those[:: -(-len(those) // _MAX_ALIKE)], len(those)) for those in alike.values()]
-        factors = [
-            count / len(those) * sizes[index] / _sampled(sizes[index]) for those, count in kept for index in those
-        ]
-        chosen, device = [index for those, _ in kept for index in those], self.params[0].device
-        return chosen, torch.tensor(chosen, device=device), torch.tensor(factors, dtype=torch.float64, device=device)
 
     def _zeros(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.float64, device=self.params[0].device)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .gradients import GradientSpace, is_slow
+from .gradients import GradientSpace
 from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class SpikeNorms(NamedTuple):
     increments: list[float] | None
     """An estimate of each micro-batch's own gradient, see :func:`increments_of`; None if a rank did not track."""
     history: torch.Tensor | None
-    """Squared, per parameter, of the steps that all ranks remember: float64 (steps, num_params), oldest first; None
-    if there are fewer than two."""
+    """Squared, per parameter, of earlier steps: float64 (steps, num_params), oldest first; None
+    if there are fewer than two, or a rank did not track."""
     summed: list[float]
     """Further scalars that were read with the norms."""
     along: torch.Tensor
@@ -89,13 +89,9 @@ class NormTracker:
 
     def __init__(self, window: int):
         self.is_on = True
-        self.is_rough: bool | None = None
-        """Whether the running norm is read from a sample: on a CPU."""
-        self._history: deque[tuple[int, torch.Tensor]] = deque(maxlen=window)
-        """(step number, squares). On a slow device ranks skip steps, each rank other ones, hence the number."""
-        self._num_steps = 0
+        self._history: deque[torch.Tensor] = deque(maxlen=window)
         self._running: list[torch.Tensor] = []
-        self._watch, self._layer_watch = _Watch(), _Watch()
+        self._watch = _Watch()
         self._update_started = 0.0
         self._update_seconds = 0.0
         self._num_updates = 0
@@ -107,7 +103,7 @@ class NormTracker:
         """Stop where the running norm costs too much."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
-        cost, seconds = self._watch.seconds / self._update_seconds, self._watch.seconds / self._num_updates
+        cost, seconds = self.cost, self._watch.seconds / self._num_updates
         if not self.is_on or self._num_updates < _NUM_TRIALS or cost <= _MAX_COST or seconds <= _NEGLIGIBLE_S:
             return
         self.is_on = False
@@ -125,18 +121,15 @@ class NormTracker:
         """Note the squared norms of what ``.grad`` has accumulated so far: no communication, no synchronisation."""
         if not self.is_on:
             return
-        device = space.params[0].device
-        if self.is_rough is None:
-            self.is_rough = is_slow(device)
         try:
-            with self._watch.on(device):
-                self._running.append(space.local_squares(self.is_rough))
+            with self._watch.on(space.params[0].device):
+                self._running.append(space.local_squares())
         except (torch.OutOfMemoryError, MemoryError):  # training itself has room
             self.is_on = False
             logger.warning("gradloc: there is no memory to note each micro-batch's norm, so that stops")
 
     def after_mini_batch(self, space: GradientSpace, clip_scale: float, loss_scale: float, is_spike: bool) -> None:
-        """Remember the norms per parameter of a step that did not spike; on a slow device, of as many as time allows.
+        """Remember the norms per parameter of a step that did not spike.
 
         Args:
             space: ``.grad`` holds ``clip_scale`` times the step's gradient.
@@ -144,18 +137,18 @@ class NormTracker:
             loss_scale: the factor on the loss in the backward, and so on the running norms.
             is_spike: whether the step spiked.
         """
-        self._num_steps += 1
         if not self.is_on or is_spike or not self._history.maxlen:
             return
-        with self._layer_watch.on(space.params[0].device):
-            if self._running and not self.is_rough:  # after the last micro-batch .grad was the step's gradient
-                self._history.append((self._num_steps, self._running[-1] / loss_scale**2))
-            elif self.cost(time.perf_counter()) <= _MAX_COST:
-                self._history.append((self._num_steps, space.local_squares().div_(clip_scale**2)))
+        if self._running:  # after the last micro-batch .grad was the step's gradient
+            self._history.append(self._running[-1] / loss_scale**2)
+            return
+        with self._watch.on(space.params[0].device):
+            self._history.append(space.local_squares().div_(clip_scale**2))
 
-    def cost(self, now: float) -> float:
-        """Return the fraction of all updates' time that tracking has taken, ``now`` being ``time.perf_counter()``."""
-        return (self._watch.seconds + self._layer_watch.seconds) / (self._update_seconds + now - self._update_started)
+    @property
+    def cost(self) -> float:
+        """The fraction of all updates' time that tracking has taken."""
+        return self._watch.seconds / self._update_seconds
 
     def read(
         self,
@@ -175,7 +168,8 @@ class NormTracker:
             along: further scalars of this process alone.
         """
         running = self._running if ranks.all(self.is_on and bool(self._running)) else []
-        known = self._remembered(ranks)
+        count = int(-ranks.max([-float(len(self._history) if self.is_on else 0)])[0])
+        known = list(self._history)[-count:] if count > 1 else []
 
         def local() -> list[torch.Tensor]:
             squares, scalars = space.own_squares(), [*summed, *(each.sum() for each in running)]
@@ -187,18 +181,6 @@ class NormTracker:
         sizes = [size / loss_scale for size in increments_of(scalars[len(summed) :])]
         history = found[1] if known else None
         return SpikeNorms(found[0], sizes if running else None, history, scalars[: len(summed)], found[-1])
-
-    def _remembered(self, ranks: Ranks) -> list[torch.Tensor]:
-        """Return this process' squares of the steps that all ranks remember, oldest first; none if fewer than two."""
-        if not ranks.all(self.is_on and len(self._history) > 1):
-            return []
-        squares = dict(self._history)
-        (oldest,) = ranks.max([float(min(squares))])
-        # a step counts only if every rank has its part of it
-        numbers = range(int(oldest), self._num_steps + 1)
-        missing = ranks.max([float(number not in squares) for number in numbers])
-        known = [squares[number] for number, is_missing in zip(numbers, missing, strict=True) if not is_missing]
-        return known if len(known) > 1 else []
 
 
 def increments_of(totals: Sequence[float]) -> list[float]:

@@ -148,8 +148,8 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
     Does nothing without gradloc.
     """
     try:
-        names = ("gradients", "tracker", "probe", "ranks", "step")
-        gradients, tracker, probe, ranks, step = (harness.part(f"core.{name}") for name in names)
+        names = ("gradients", "probe", "ranks", "step")
+        gradients, probe, ranks, step = (harness.part(f"core.{name}") for name in names)
     except ImportError:
         yield
         return
@@ -164,9 +164,8 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
         return mock.patch.object(owner, name, counted)
 
     with ExitStack() as stack:
-        for module in (gradients, tracker):
-            stack.enter_context(mock.patch.object(module, "is_slow", lambda device: False))
-        stack.enter_context(within("pass", probe.Prober, "_together"))
+        stack.enter_context(mock.patch.object(gradients, "is_slow", lambda device: False))
+        stack.enter_context(within("pass", probe.Prober, "_run_on_all_ranks"))
         stack.enter_context(within("loss", step.LossReplay, "recorded_under"))  # verl's loss reads its metrics
         for name in ("gather", "gather_first", "broadcast_from"):
             stack.enter_context(within("sent", ranks.Ranks, name))

@@ -114,25 +114,19 @@ def scatter(step: ToyStep, size: float, seed: int) -> None:
     step.forward = scattered
 
 
-def history_with_gaps(gaps: dict[int, int]) -> tuple[list[list[float]] | None, list[list[float]]]:
-    """Return the tracker's history of five steps, and each step's squared norms, where a rank had no time for one.
-
-    Args:
-        gaps: the number of that step, by rank.
-    """
+def history_of_ranks() -> tuple[list[list[float]], list[list[float]]]:
+    """Return what the ranks' trackers share of five steps, of which the second rank keeps three; and all norms."""
     step = ToyStep(shard(build("tiny"), "fsdp2"), random_batch(build("tiny")), NUM_MICRO_BATCHES)
-    space, ranks, tracker, exact = GradientSpace(step.model), Ranks(), NormTracker(4), []
+    space, ranks, exact = GradientSpace(step.model), Ranks(), []
+    tracker = NormTracker(5 if ranks.is_first else 3)
     for number in range(5):
         space.clear()
         tracker.begin_mini_batch()
-        step.train(lambda: tracker.after_backward(space))
+        step.train()
         space.scale(1.0 + number)
         exact.append(space.squares().tolist())
-        cost = float(gaps.get(ranks.rank) == number)
-        tracker.cost = lambda now, cost=cost: cost
         tracker.after_mini_batch(space, 1.0, 1.0, is_spike=False)
-    history = tracker.read(space, ranks).history
-    return None if history is None else history.tolist(), exact
+    return tracker.read(space, ranks).history.tolist(), exact
 
 
 def params_after_a_forward(layout: str) -> bool:

@@ -45,8 +45,7 @@ def counted(folder, layers, first, last):
 
 @pytest.fixture(autouse=True)
 def as_on_a_card(monkeypatch):
-    for module in ("gradients", "tracker"):
-        monkeypatch.setattr(f"gradloc.core.{module}.is_slow", lambda device: False)
+    monkeypatch.setattr("gradloc.core.gradients.is_slow", lambda device: False)
 
 
 def test_a_healthy_step_costs_under_a_hundredth_of_the_operations_and_two_reads(tmp_path):
