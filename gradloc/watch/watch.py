@@ -292,11 +292,11 @@ class Watch(Notes):
         try:
             with torch.enable_grad():  # the loop may clip without
                 localizer.ask_replicas()
-                policy = self._policy(counts)
-                policy = None if policy is None else self.before_look(norm, policy)
-                taken = localizer.before_step(norm, policy)
+                policy, decided = self._policy(counts, norm)
+                policy = None if policy is None else self.before_look(decided, policy)
+                taken = localizer.before_step(decided, policy)
                 localizer.end_update()
-                analysed = self._analyse(float(norm))
+                analysed = self._analyse(float(decided))
                 self.step.release()
                 self._send(analysed)
         finally:
@@ -307,7 +307,7 @@ class Watch(Notes):
             if self.engine is not None:
                 self.space.give()
             self.step, self._before, self.stage_name = None, None, ""
-        self._write_metrics(norm)
+        self._write_metrics(decided)
         return taken if is_other else norm
 
     def _analyse(self, norm: float) -> dict[str, float]:
@@ -340,20 +340,22 @@ class Watch(Notes):
             return "an analysis needs the optimizer: pass it to gradloc.Watch"
         return self.step.objection or self.step.obstacle
 
-    def _policy(self, counts: StepCounts) -> Policy | None:
-        """Get the driver's policy for this step, on every rank; None where the step cannot be looked into."""
+    def _policy(self, counts: StepCounts, norm: torch.Tensor) -> tuple[Policy | None, torch.Tensor]:
+        """Get the driver's policy for this step, on every rank; None where the step cannot be looked into. The first
+        rank's norm comes with it, on the host, and decides for all."""
         self.step.first_row = int(sum(counts.rows[: self.ranks.rank]))
         policy = (
             None
             if self.driver is None
             else self.driver.before_update([int(sum(counts.tokens))], self.number, self.stage_name)
         )
-        policy = self.ranks.broadcast_from(0, policy)
+        policy, number = self.ranks.broadcast_from(0, (policy, float(norm) if self.ranks.is_first else None))
+        decided = torch.tensor(number, dtype=norm.dtype)
         if len(set(counts.micro_batches)) == len(set(counts.opened)) == 1:
-            return policy
-        found = ", ".join(f"{number:.0f}" for number in counts.micro_batches)
+            return policy, decided
+        found = ", ".join(f"{count:.0f}" for count in counts.micro_batches)
         self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
-        return None
+        return None, decided
 
     def _send(self, analysed: dict[str, float]) -> None:
         """Send what the ranks know of the step to the driver, on the first process.

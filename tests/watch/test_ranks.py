@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import gradloc
 from gradloc.loop.driver import AbortedBySpike
 from gradloc.record.store import EventStore
+from gradloc.watch.clips import ClipTap
 from tests.watch.loops import SPIKE, TAU, Loop, flat, model_of
 from tests.watch.test_harmless import events_in
 
@@ -55,6 +57,25 @@ def test_a_step_whose_ranks_ran_different_numbers_is_left_alone(bare_world, tmp_
     watched, stock = on(bare_world, tmp_path, action="mask", uneven=True), on(bare_world, uneven=True)
     assert [each["trained"] for each in watched] == [4, 4] and events_in(tmp_path) == []
     assert torch.equal(watched[0]["weights"], stock[0]["weights"])
+
+
+def with_norms(folder: str, norms: list[float | None]) -> int:
+    """Return the number of failures where each rank has another norm of the spoiled step; None: its own."""
+    made, given, own = Loop(folder, "observe", "ddp-once", **TAU), norms[torch.distributed.get_rank()], ClipTap.norm
+
+    def norm(self: ClipTap, *arguments: Any) -> torch.Tensor:
+        known = own(self, *arguments)
+        return known if given is None or made.watch.number != SPIKE - 1 else torch.tensor(given)
+
+    with mock.patch.object(ClipTap, "norm", norm):
+        made.run()
+    return made.watch.localizer.num_failures
+
+
+@pytest.mark.parametrize(("norms", "num_events"), [([None, 1.0], 1), ([1.0, None], 0)])
+def test_the_first_rank_s_norm_decides_for_all(bare_world, tmp_path, norms, num_events):
+    assert bare_world.run("tests.watch.test_ranks.with_norms", folder=str(tmp_path), norms=norms) == [0, 0]
+    assert len(events_in(tmp_path)) == num_events
 
 
 def test_abort_reaches_every_rank_before_the_step(bare_world, tmp_path):
