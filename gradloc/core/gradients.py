@@ -82,14 +82,14 @@ def in_batches(*lists: Sequence[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
 
 
 def totals_of(
-    tensors: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None = None, of_sizes: bool = False
+    tensors: Sequence[torch.Tensor], factors: Sequence[torch.Tensor] | None = None, are_absolute: bool = False
 ) -> torch.Tensor:
     """Return the sum of each tensor's elements, without a copy of a whole tensor: float64 (num_tensors,).
 
     Args:
         tensors: of any dtypes.
         factors: multiply the elements by these, in float32 at least; on the tensors' device.
-        of_sizes: sum absolute values.
+        are_absolute: sum absolute values.
     """
     found: list[torch.Tensor] = []
     places: list[int] = []
@@ -97,10 +97,10 @@ def totals_of(
         if more:
             batch = torch._foreach_mul(*([_at_least_float32(each) for each in part] for part in (batch, *more)))
         batch = [each if each.dtype in _SUMMED else each.double() for each in batch]
-        if not of_sizes:  # no foreach function sums: take positive elements twice, and the sizes of all once less
+        if not are_absolute:  # no foreach function sums: take positive elements twice, and the sizes of all once less
             batch += torch._foreach_clamp_min(batch, 0.0)
         norms = torch.stack(torch._foreach_norm(batch, 1, torch.float64))
-        found.append(norms if of_sizes else 2 * norms[len(where) :] - norms[: len(where)])
+        found.append(norms if are_absolute else 2 * norms[len(where) :] - norms[: len(where)])
         places += where
     if len(places) == len(tensors):
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)

@@ -148,14 +148,20 @@ def batch_scale(batch: BatchView, coefficients: Iterable[float]) -> dict[str, fl
     }
 
 
+def as_arrays(rows: Rows) -> Rows:
+    """Return rows with NumPy's arrays, which pickle ten times as fast as tensors, where NumPy has the dtype."""
+    are_known = {name: isinstance(each, torch.Tensor) and each.dtype != torch.bfloat16 for name, each in rows.items()}
+    return {name: each.numpy() if are_known[name] else each for name, each in rows.items()}
+
+
 def joined(by_rank: Sequence[Rows], on_the_left: Sequence[str] = ()) -> Rows:
     """Stack rows, tensors padded with 0 to the widest: those named on the left, others on the right."""
     found: Rows = {}
     for name, first in by_rank[0].items():
-        parts = [rows[name] for rows in by_rank]
-        if not isinstance(first, torch.Tensor):
-            found[name] = [each for part in parts for each in part]
+        if isinstance(first, list):
+            found[name] = [each for rows in by_rank for each in rows[name]]
             continue
+        parts = [torch.as_tensor(rows[name]) for rows in by_rank]
         width = max(part.shape[1] for part in parts)
         missing = [width - part.shape[1] for part in parts]
         pads = [(short, 0) if name in on_the_left else (0, short) for short in missing]

@@ -154,7 +154,7 @@ def diverged_params(space: GradientSpace, ranks: Ranks) -> tuple[str, ...]:
 
     def local() -> list[float]:
         shards = [shard for _, shard in named]
-        mine = torch.stack([totals_of(shards), totals_of(shards, of_sizes=True)], 1).nan_to_num(nan=0.0).cpu()
+        mine = torch.stack([totals_of(shards), totals_of(shards, are_absolute=True)], 1).nan_to_num(nan=0.0).cpu()
         both = torch.full(shape, -math.inf, dtype=torch.float64)
         both[:, space.shard_index] = torch.stack([mine, -mine])  # one maximum then gives largest and smallest
         return both.flatten().tolist()

@@ -35,7 +35,7 @@ from ..core.sharding import compute_device, is_compiled
 from ..explain.advice import LOOP
 from ..explain.text import plural
 from ..fault.updates import Undo
-from ..loop.batch import BatchView, Rows
+from ..loop.batch import BatchView, Rows, as_arrays
 from ..loop.driver import AbortedBySpike, Driver
 from ..loop.localizer import Localizer
 from ..loop.messages import Policy
@@ -366,8 +366,9 @@ class Watch(Notes):
         step, localizer, driver = self.step, self.localizer, self.driver
         assert localizer is not None
         is_written = any(spike.is_written for spike in localizer.outcomes)
-        rows: Any = step.all_rows() if is_written else step.summaries()
-        by_rank = self.ranks.gather_first((localizer.report(), rows))
+        rows: Any = as_arrays(step.all_rows()) if is_written else step.summaries()
+        report = localizer.report()  # whose events stay here: all that is gathered is padded to the longest
+        by_rank = self.ranks.gather_first((replace(report, events=()), rows))
         self.metrics = {}
 
         def learn() -> AbortedBySpike | None:
@@ -377,7 +378,7 @@ class Watch(Notes):
             reports, everyones = zip(*by_rank, strict=True)
             batch = self.view(everyones) if is_written else view_of_summaries(everyones, self.signal)
             try:
-                ours = driver.after_update(reports, batch)
+                ours = driver.after_update((report, *reports[1:]), batch)
             except AbortedBySpike as error:
                 return error
             self.metrics = {name: float(value) for name, (value,) in ours.items()} | analysed

@@ -160,8 +160,8 @@ def test_sums_in_float64_copy_a_part_at_a_time(monkeypatch):
     monkeypatch.setattr(gradients, "HOST_PART", 2**16)
     values = torch.randn(2**20)
     torch.testing.assert_close(gradients.totals_of([values])[0], values.double().sum())
-    torch.testing.assert_close(gradients.totals_of([values], of_sizes=True)[0], values.double().abs().sum())
-    taken = peak_of(lambda: gradients.totals_of([values], of_sizes=True))
+    torch.testing.assert_close(gradients.totals_of([values], are_absolute=True)[0], values.double().abs().sum())
+    taken = peak_of(lambda: gradients.totals_of([values], are_absolute=True))
     assert taken < 3 * 2**19, "two parts of 1/16, eight bytes an element"
 
 
