@@ -10,6 +10,7 @@ Shapes: B rows of a micro-batch, T response positions, n response tokens of one 
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -359,7 +360,7 @@ def spans_in(
         loud = [number for number in range(first, last) if is_loud[number]]
         adds_up = bool(loud) and _bound(values[first:last], errors[first:last]) >= least  # else they cancel
         found += [(first, last)] if adds_up else [(number, number + 1) for number in loud]
-    start, end = _window(values)
+    start, end = (0, 0) if has_loud else _window(values)
     if not has_loud and _bound(values[start:end], errors[start:end]) >= least_run:
         return [(start + first, start + last) for first, last in _carriers(values[start:end])]
     return found
@@ -382,12 +383,17 @@ def _runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
 def _window(values: torch.Tensor) -> tuple[int, int]:
     """Return the shortest run [start, end) that carries nearly all of the sum; the whole row if it takes over half."""
     sums = torch.cat([values.new_zeros(1), values.cumsum(0)]).mul(values.sum().sign())
-    for length in range(1, len(values) // 2 + 1):
-        carried = sums[length:] - sums[:-length]
-        if float(carried.max()) >= _NEARLY_ALL * float(sums[-1]):
-            start = int(carried.argmax())
-            return start, start + length
-    return 0, len(values)
+    enough, starts, length = _NEARLY_ALL * float(sums[-1]), deque[tuple[int, float]](), len(values) // 2 + 1
+    for end, total in enumerate(sums.tolist()):
+        while starts and total - starts[0][1] >= enough:
+            length = min(length, end - starts.popleft()[0])
+        while starts and starts[-1][1] >= total:  # a later start of no larger sum makes every run shorter
+            starts.pop()
+        starts.append((end, total))
+    if length > len(values) // 2:
+        return 0, len(values)
+    start = int((sums[length:] - sums[:-length]).argmax())
+    return start, start + length
 
 
 def _carriers(values: torch.Tensor) -> list[tuple[int, int]]:

@@ -78,6 +78,30 @@ def test_the_first_rank_s_norm_decides_for_all(bare_world, tmp_path, norms, num_
     assert len(events_in(tmp_path)) == num_events
 
 
+class Skipping(Loop):
+    """The second rank leaves out its optimizer's step before the spike."""
+
+    def take_step(self) -> None:
+        if self.rank == 1 and len(self.norms) == SPIKE - 2:
+            self.norms.append(float(self.watch.clip_grad_norm_(1.0)))
+        else:
+            super().take_step()
+
+
+def skipping(folder: str) -> torch.Tensor:
+    """Return this rank's weights after ten updates."""
+    return flat(Skipping(folder, layout="ddp-once", **TAU).run(steps=10).model)
+
+
+def test_ten_updates_of_which_one_rank_skips_one(bare_world, tmp_path):
+    watched = bare_world.run("tests.watch.test_ranks.skipping", folder=str(tmp_path))
+    stock = bare_world.run("tests.watch.test_ranks.skipping", folder="")
+    assert all(torch.equal(one, other) for one, other in zip(watched, stock, strict=True))
+    assert not torch.equal(*watched), "replicas differ"
+    (event,) = events_in(tmp_path)
+    assert event["cause"]["label"] == "replicas_differ" and not event["culprits"]
+
+
 def test_abort_reaches_every_rank_before_the_step(bare_world, tmp_path):
     first, second = on(bare_world, tmp_path, action="abort")
     assert first["trained"] == second["trained"] == 2
@@ -85,7 +109,7 @@ def test_abort_reaches_every_rank_before_the_step(bare_world, tmp_path):
 
 
 def test_abort_ends_no_rank_before_the_event_is_on_disk(bare_world, tmp_path):
-    _, second = on(bare_world, tmp_path, action="abort", late_s=3.0)
+    _, second = on(bare_world, tmp_path, action="abort", late_s=6.0)
     assert second["ended"].endswith("1 events on disk"), "a launcher would end the first process, which writes it"
 
 
