@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,7 +51,13 @@ def host_group() -> Any | None:
     """
     if not dist.is_initialized() or distributed_c10d._get_object_coll_device(None) == "cpu":
         return None
-    made, error = _attempt(lambda: _connected(timedelta(seconds=_PATIENCE_S)))
+    found: list[tuple[Any, Exception | None]] = [(None, TimeoutError("no process has connected to this one"))]
+    # in a thread, since gloo has no time-out where a process waits to be connected to
+    connect = partial(_connected, timedelta(seconds=_PATIENCE_S))
+    worker = threading.Thread(target=lambda: found.append(_attempt(connect)), daemon=True)
+    worker.start()
+    worker.join(_PATIENCE_S)
+    made, error = found[-1]
     if _is_everywhere(made is not None):
         distributed_c10d._set_pg_timeout(distributed_c10d._get_default_timeout(dist.Backend("gloo")), made)
         return made
