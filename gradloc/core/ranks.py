@@ -56,7 +56,7 @@ def host_group() -> Any | None:
     connect = partial(_connected, timedelta(seconds=_PATIENCE_S))
     worker = threading.Thread(target=lambda: found.append(_attempt(connect)), daemon=True)
     worker.start()
-    worker.join(_PATIENCE_S)
+    worker.join(_PATIENCE_S + _LOOK_EVERY_S)
     made, error = found[-1]
     if _is_everywhere(made is not None):
         distributed_c10d._set_pg_timeout(distributed_c10d._get_default_timeout(dist.Backend("gloo")), made)
