@@ -77,7 +77,7 @@ TEXTS: dict[str, Callable[[], str | bytes]] = {
     "same-step.log": lambda: "step:1 - actor/grad_norm:1\n" * 150_000,
     "backwards.log": lambda: "".join(f"step:{20_000 - at} - actor/grad_norm:1\n" for at in range(20_000)),
     "to-and-fro.log": lambda: "".join(f"step:{at % 2} - actor/grad_norm:{at}\n" for at in range(20_000)),
-    "floats.log": lambda: "".join(f"step:{at} - actor/grad_norm:np.float64(1.5){_FLOATS}\n" for at in range(8_000)),
+    "floats.log": lambda: "".join(f"step:{at} - actor/grad_norm:np.float64(1.5){_FLOATS}\n" for at in range(3_000)),
     "not-a-number.log": lambda: "".join(f"step:{at} - actor/grad_norm:nan\n" for at in range(40_000)),
     "processes.log": lambda: "".join(f"(W pid={at}) step:{at} - actor/grad_norm:1\n" for at in range(10_000)),
     "names-of-few.jsonl": lambda: "".join(
@@ -367,7 +367,7 @@ def _line(**changes: object) -> str:
 
 def _of_the_demo(folder: Path) -> None:
     line = (REPO / "examples" / "demo" / "gradloc" / "events.jsonl").read_text(encoding="utf-8").strip()
-    _events(folder, *(line.replace("step000024", f"step{step:06d}") for step in range(10_000)))
+    _events(folder, *(line.replace("step000024", f"step{step:06d}") for step in range(3_000)))
 
 
 def _linked(folder: Path) -> None:
