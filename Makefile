@@ -44,7 +44,7 @@ mutants:       ## which changes of the code would the tests not notice; an hour 
 	scripts/test.sh mutants
 
 figures:       ## measures anew what docs/benchmarks.md states of one process: an hour on two cores
-	for name in trigger "unrepeatable --seeds 2" driver; do \
+	for name in trigger "unrepeatable --seeds 2" driver ranks; do \
 		.gradloc/venv/bin/python -m lab.benchmarks.$$name && \
 		cp runs/benchmarks/$${name%% *}/*.json lab/benchmarks/results/ || exit 1; \
 	done

@@ -17,7 +17,7 @@ from gradloc.explain import story
 from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
-from lab.benchmarks import architectures, counts, links, unrepeatable, worlds
+from lab.benchmarks import architectures, counts, links, ranks, unrepeatable, worlds
 from lab.benchmarks.spikes import scoring
 from lab.benchmarks.trigger import __main__ as trigger
 from lab.experiments.llm import natural
@@ -71,6 +71,7 @@ WHOLE = {
     "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.changed)),
     "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events)),
     "spikes-without-tokens.md## How often it is right": ("links", lambda found: links.matrix(found["rows"])),
+    "gpu.md## Many ranks": ("ranks", ranks.markdown),
     "peers.md## The table": ("spikes", lambda found: scoring.comparison(scoring.planted(found["rows"]))),
     "peers.md## By kind": ("spikes", lambda found: scoring.by_kind(scoring.planted(found["rows"]))),
     "peers.md## Natural spikes": ("spikes", lambda found: scoring.comparison(scoring.natural(found["rows"]))),
