@@ -207,7 +207,7 @@ def num_sockets() -> int:
 def markdown(record: Record) -> str:
     """Return a table with a row for each step and number of ranks."""
     rows: list[list[object]] = [["ranks", "step", "host work (s)", "messages", "sent (kB)", "received (kB)", "sockets"]]
-    for size, name in itertools.product(record["ranks"], filter(None, STEPS)):
+    for size, name in itertools.product(sorted(record["ranks"], key=int), filter(None, STEPS)):
         found = record["ranks"][size][name]
         sent, received = (f"{found[key] / 1e3:,.0f}" for key in ("sent", "received"))
         num_sockets = int(size) - 4 + max(record["sockets_of_four"])

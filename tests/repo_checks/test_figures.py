@@ -143,7 +143,7 @@ def test_the_price_of_a_healthy_step_is_the_records_on_every_page():
     said = f"{100 * shares[0]:.1f} % (verl 0.7) or {100 * shares[1]:.1f} % (0.9) more operations"
     for name in ("docs/benchmarks.md", "docs/gpu.md"):
         assert said in page(name), (name, said)
-    assert {f"{100 * share:.1f} % more operations on verl" in page("README.md") for share in shares} == {True}
+    assert f"{100 * min(shares):.1f} to {100 * max(shares):.1f} % more operations on verl" in page("README.md")
 
 
 def test_the_driver_s_price_is_the_record_s_and_under_a_third_of_a_second():
