@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.nn.parallel import DistributedDataParallel
 
 
 class RngState:
@@ -195,12 +196,21 @@ class OwnBuffers:
 
 
 class ForwardState:
-    """All state that a forward moves except ``.grad``: random state, these buffers, modules' plain attributes."""
+    """All state that a forward moves except ``.grad``: random state, these buffers, modules' plain attributes, and
+    whether DDP's next forward broadcasts buffers, on which all ranks have to agree."""
 
-    def __init__(self, device: torch.device, moving: Sequence[OwnBuffers] = (), model: torch.nn.Module | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        moving: Sequence[OwnBuffers] = (),
+        model: torch.nn.Module | None = None,
+        wrapper: torch.nn.Module | None = None,
+    ):
         self._rng = RngState(device, [] if model is None else generators_in(model))
-        buffers = [place for each in moving for place in each.places]
-        self._values = SavedValues([*buffers, *(() if model is None else plain_attributes(model))])
+        places = [place for each in moving for place in each.places]
+        if isinstance(wrapper, DistributedDataParallel):
+            places.append((vars(wrapper), "require_forward_param_sync"))
+        self._values = SavedValues([*places, *(() if model is None else plain_attributes(model))])
 
     def restore(self) -> None:
         self._values.restore()

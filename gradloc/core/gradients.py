@@ -218,7 +218,8 @@ class GradientSpace:
 
     def forward_state(self) -> ForwardState:
         """Save everything that forwards change, with the buffers that they have changed since this space was made."""
-        return ForwardState(self.device, [each for each in self._buffers if each.have_moved()], self.model)
+        moved = [each for each in self._buffers if each.have_moved()]
+        return ForwardState(self.device, moved, self.model, self.module)
 
     @property
     def device(self) -> torch.device:

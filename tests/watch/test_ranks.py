@@ -119,6 +119,49 @@ def test_a_search_that_fails_on_one_rank_leaves_the_step_as_it_was(bare_world, t
     assert watched[0]["metrics"]["gradloc/failures"] == 1 and events_in(tmp_path) == []
 
 
+class Drifting(torch.nn.Module):
+    """Shifts what it is given by a buffer that each rank's rows move, and that DDP broadcasts before a forward."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(given[0].float().mean() / 10_000)
+        return self.inner(*given) * (1 + self.mean)
+
+
+class FailingOnce(Failing):
+    """The second pass of the search over a micro-batch fails on the second rank, before its forward."""
+
+    num_again = 0
+
+    def fail(self, *given: Any) -> None:
+        self.num_again += self.watch.tap.is_again and torch.is_grad_enabled()
+        if self.num_again == 2:
+            super().fail(*given)
+
+
+def drifting(folder: str, kind: str) -> torch.Tensor:
+    """Return weights and buffer after six steps of which the second spikes."""
+    model = torch.nn.parallel.DistributedDataParallel(Drifting(model_of("plain")))
+    loop = {"watched": Loop, "failing": FailingOnce}[kind] if folder else Loop
+    made = loop(folder, model=model, layout="ddp-once", **(TAU if folder else {})).run(steps=6)
+    assert not folder or made.watch.localizer.num_failures == (kind == "failing")
+    return torch.cat([flat(made.model), model.module.mean.detach()[None].to(flat(made.model))])
+
+
+@pytest.mark.parametrize("kind", ["watched", "failing"])
+def test_after_a_search_ddp_broadcasts_buffers_as_before(bare_world, tmp_path, kind):
+    given = {"kind": kind, "timeout_s": 120}
+    watched = bare_world.run("tests.watch.test_ranks.drifting", folder=str(tmp_path), **given)
+    stock = bare_world.run("tests.watch.test_ranks.drifting", folder="", **given)
+    assert len(events_in(tmp_path)) == (kind == "watched")
+    assert torch.equal(watched[0], stock[0]) and torch.equal(watched[1], stock[1])
+
+
 def refused() -> str:
     model = torch.nn.parallel.DistributedDataParallel(model_of("plain"), gradient_as_bucket_view=True)
     gradloc.Watch(model, torch.optim.SGD(model.parameters(), lr=1.0), ".", "off")
