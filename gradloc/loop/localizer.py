@@ -102,13 +102,13 @@ class Localizer:
     All ranks make theirs together.
 
     Args:
-        powers: how this trainer clips and saves.
+        trainer: clips, and saves weights.
         ranks: the data-parallel ranks.
         settings: the effective ones, see :func:`~..config.resolve`.
     """
 
-    def __init__(self, powers: TrainerHandle, ranks: Ranks, settings: Any):
-        self.powers, self.ranks, self.settings = powers, ranks, settings
+    def __init__(self, trainer: TrainerHandle, ranks: Ranks, settings: Any):
+        self.trainer, self.ranks, self.settings = trainer, ranks, settings
         ranks.connect()
         self._tracker = NormTracker(settings.search.layer_window)
         self._peak = StepPeak()
@@ -150,7 +150,7 @@ class Localizer:
             are_all_here: whether all ranks call this together; if not, :meth:`ask_replicas` follows where they do.
         """
         self._policy, self._space, self._device = policy, space, space.device
-        self.updates.follow(self.powers.optimizer, space)
+        self.updates.follow(self.trainer.optimizer, space)
         self._start_anew()
         self._tracker.begin_update()
         self._num_updates += 1
@@ -204,7 +204,7 @@ class Localizer:
             if spike is not None:
                 grad_norm = self._handle(policy, spike, grad_norm)
         is_spike = spike is not None or not math.isfinite(norm)
-        loss_scale = self._step.loss_scale if self.powers.scales_loss else 1.0
+        loss_scale = self._step.loss_scale if self.trainer.scales_loss else 1.0
         self._tracker.after_mini_batch(self._space, self._clip_scale(norm), loss_scale, is_spike)
         self._keeper.end(self._step, norm, self.updates.number, is_spike)
         del self._step  # its micro-batches need not live until the next one
@@ -214,7 +214,7 @@ class Localizer:
         if self.num_failures >= _MAX_FAILURES:
             return None
         spike = policy.spike(norm, len(self.norms) - 1)
-        if spike is None or spike.kind != "non_finite" or not self.powers.scales_loss:
+        if spike is None or spike.kind != "non_finite" or not self.trainer.scales_loss:
             return spike
         # an overflow by the fp16 scaler's scale alone is its everyday business, and no spike
         return spike if self.run_safely(self.is_loss_finite) is False else None
@@ -274,7 +274,7 @@ class Localizer:
         casts = 0 if isinstance(self._step, Scheduled) else cast_bytes(self._space.module)
         forward = self._step.forward_bytes() + casts
         return before, self.ranks.run_local_synced(
-            lambda: SearchMemory(self._space, self.powers.optimizer, self._peak.size, forward)
+            lambda: SearchMemory(self._space, self.trainer.optimizer, self._peak.size, forward)
         )
 
     def _make_room(self, room: SearchMemory) -> dict[str, Any] | None:
@@ -336,7 +336,7 @@ class Localizer:
             return localize(step, space, ranks, spike, clip_scale, increments, policy.typical, **given)
 
     def _decide(self, spike: Spike, finding: SearchResult) -> Action:
-        overflowed = self.powers.scales_loss and not math.isfinite(spike.grad_norm)
+        overflowed = self.trainer.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = self._step.obstacle or None
         obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else obstacle
         line = None if finding.healer is None else finding.healer.line
@@ -362,7 +362,7 @@ class Localizer:
             else:
                 name = finding.healer.name if finding.healer is not None else ""
                 prober.compute_recorded(records_under(prober.step, self.ranks, name, policy.groups))
-            return self.ranks.run_collective(self.powers.clip)
+            return self.ranks.run_collective(self.trainer.clip)
         except BaseException:  # also Ctrl-C
             self._space.put(gradient)
             raise
@@ -395,10 +395,10 @@ class Localizer:
             squares=settled.norms.squares / self._clip_scale(spike.grad_norm) ** 2,
             history=settled.norms.history,
             action=settled.action,
-            clip_limit=self.powers.clip_limit,
-            checkpoint=self.powers.save_weights(policy.global_step),
+            clip_limit=self.trainer.clip_limit,
+            checkpoint=self.trainer.save_weights(policy.global_step),
             head_square=settled.norms.summed[0],
-            takes_what_is_not_finite=self.powers.takes_what_is_not_finite,
+            takes_what_is_not_finite=self.trainer.takes_what_is_not_finite,
             budget=self.settings.budget,
             keeps_all=self.settings.evidence.bundle == "full",
         )
@@ -488,9 +488,9 @@ class Localizer:
 
     def _clip_scale(self, norm: float) -> float:
         """Return the factor by which torch and FSDP have clipped the gradient in ``.grad``."""
-        if self.powers.is_unclipped:
+        if self.trainer.is_unclipped:
             return 1.0
-        return min(1.0, self.powers.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        return min(1.0, self.trainer.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def run_safely(self, joint: Callable[[], T], taken: str = "") -> T | None:
         """Run a stage on all ranks; returns its result, or None where it failed, which is logged and counted.

@@ -22,7 +22,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.messages import Policy
 from tests.core.card import Card
-from tests.toy_model import Powers, ToyStep, clip_gradient
+from tests.toy_model import ToyStep, ToyTrainer, clip_gradient
 from tests.toy_model.batch import Batch
 
 _LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -129,7 +129,9 @@ def count(
             del param
         whole = sharded(model, layout, precision)
         optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, foreach=False)
-        localizer = Localizer(Powers(whole, optimizer), Ranks(), GradLocConfig(evidence=EvidenceConfig(bundle="off")))
+        localizer = Localizer(
+            ToyTrainer(whole, optimizer), Ranks(), GradLocConfig(evidence=EvidenceConfig(bundle="off"))
+        )
         for plants in ({}, {(row % (4 * size), 3 + row): -1e4 * 0.6**row for row in range(10)}):
             step = ToyStep(model if layout == "ddp" else whole, batch.planted(plants), 2, precision)
             step.model = whole

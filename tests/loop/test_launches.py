@@ -13,7 +13,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.messages import Policy
 from lab.benchmarks.counter import DeviceCounter
-from tests.toy_model import Decoder, ModelSize, Powers, ToyStep, clip_gradient, random_batch
+from tests.toy_model import Decoder, ModelSize, ToyStep, ToyTrainer, clip_gradient, random_batch
 
 MICRO_BATCHES, T = 4, 64
 FIXED, EACH = 400, 2.5  # operations of a search, and more for each parameter: a copy, and a gradient that begins at 0
@@ -25,7 +25,7 @@ def counted(num_culprits, layers, monkeypatch):
     torch.manual_seed(0)
     model = Decoder(ModelSize(vocabulary=96, width=32, layers=layers, heads=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    localizer = Localizer(Powers(model, optimizer), Ranks(), GradLocConfig(evidence=EvidenceConfig(bundle="off")))
+    localizer = Localizer(ToyTrainer(model, optimizer), Ranks(), GradLocConfig(evidence=EvidenceConfig(bundle="off")))
     batch = random_batch(model, 2 * MICRO_BATCHES, T)
     batch, norm, counter = batch.edited(mask=torch.ones_like(batch.mask)), 1e9, DeviceCounter()
     run = Prober._run_on_all_ranks

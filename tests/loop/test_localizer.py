@@ -17,7 +17,7 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop import localizer as loop_localizer
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.messages import Policy
-from tests.toy_model import Powers, ToyStep, build, clip_gradient, random_batch, shard
+from tests.toy_model import ToyStep, ToyTrainer, build, clip_gradient, random_batch, shard
 
 MODULE = "gradloc.loop.localizer"
 NUM_MICRO_BATCHES = 4
@@ -36,10 +36,10 @@ class Run:
     def __init__(self, mode: str = "observe", scales_loss: bool = False, **limits):
         self.model = shard(build("tiny"), "plain")
         self.space = GradientSpace(self.model)
-        powers = Powers(self.model, torch.optim.AdamW(self.model.parameters()))
-        powers.scales_loss = scales_loss
+        trainer = ToyTrainer(self.model, torch.optim.AdamW(self.model.parameters()))
+        trainer.scales_loss = scales_loss
         settings = GradLocConfig(search=SearchConfig(layer_window=0), action=ActionConfig(mode, **limits))
-        self.localizer = Localizer(powers, Ranks(), settings)
+        self.localizer = Localizer(trainer, Ranks(), settings)
 
     def step(self, plants: dict, the_policy: Policy | None = None, is_watched: bool = True) -> float:
         """Train on a planted batch; returns the norm of what the step would take."""
@@ -104,7 +104,7 @@ def test_a_step_that_is_not_taken_leaves_no_gradient(mode):
 @pytest.mark.parametrize("takes", [False, True])
 def test_the_record_says_whether_the_optimizer_took_what_is_not_finite(takes):
     run = Run()
-    run.localizer.powers.takes_what_is_not_finite = takes
+    run.localizer.trainer.takes_what_is_not_finite = takes
     run.step({(3, 2): math.nan})
     (event,) = run.localizer.events
     found = event.event.consequence
@@ -273,8 +273,8 @@ def test_where_memory_is_short_room_is_made_or_the_spike_bisected_or_left_alone(
     run, plain = Run(mode), Run(mode)
     for each in (run, plain):
         each.step({})
-        each.localizer.powers.optimizer.step()
-    held = run.localizer.powers.optimizer.state
+        each.localizer.trainer.optimizer.step()
+    held = run.localizer.trainer.optimizer.state
     state = {id(value): (value, value.clone()) for each in held.values() for value in each.values()}
     sizes = []
     monkeypatch.setattr(MemoryNeed, "cheapest_plan", lambda need, memory: number)

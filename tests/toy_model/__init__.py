@@ -23,4 +23,4 @@ from tests.toy_model.amplifier import Amplified, Sharpened
 from tests.toy_model.batch import NUM_PROMPT, Batch, Place, random_batch
 from tests.toy_model.model import SIZES, Decoder, ModelSize, build, entropy_of, log_prob_of
 from tests.toy_model.oracle import Oracle
-from tests.toy_model.step import AGGREGATIONS, Loss, Powers, ToyStep, clip_gradient, shard
+from tests.toy_model.step import AGGREGATIONS, Loss, ToyStep, ToyTrainer, clip_gradient, shard

@@ -22,7 +22,7 @@ from gradloc.core.sharding import local_shard
 from gradloc.loop.localizer import Localizer
 from gradloc.loop.messages import Policy
 from tests.core.card import Card
-from tests.toy_model import Batch, Powers, ToyStep, build, clip_gradient, random_batch, shard
+from tests.toy_model import Batch, ToyStep, ToyTrainer, build, clip_gradient, random_batch, shard
 
 PLANT = {(3, 2): 1e4, (9, 1): 1e4}
 NUM_MICRO_BATCHES = 2
@@ -124,7 +124,7 @@ def _train(layout, place, number, failing, mode, dtype, around_search) -> tuple[
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ranks = Ranks()
     settings = GradLocConfig(action=ActionConfig(mode), evidence=EvidenceConfig(bundle="full"))
-    localizer = Localizer(Powers(model, optimizer), ranks, settings)
+    localizer = Localizer(ToyTrainer(model, optimizer), ranks, settings)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_events = 0
     for seed, plants in enumerate((PLANT, {})):

@@ -66,7 +66,7 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class Powers:
+class ToyTrainer:
     """The localizer's handle on this trainer, whose gradients are clipped to 1."""
 
     clip_limit, scales_loss, takes_what_is_not_finite, is_unclipped = 1.0, False, False, False

@@ -25,7 +25,7 @@ def instead_of_localizing(measure):
 
     def look_into(hook, policy, spike, grad_norm, is_written):
         saved = hook._space.take()
-        clip = min(1.0, hook.powers.clip_limit / (spike.grad_norm + 1e-6))
+        clip = min(1.0, hook.trainer.clip_limit / (spike.grad_norm + 1e-6))
         results.append(measure(hook, saved, clip, Prober(hook._step, hook._space, hook.ranks), spike))
         hook._space.put(saved)
         return grad_norm
