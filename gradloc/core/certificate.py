@@ -76,8 +76,8 @@ def is_subtracted(prober: Prober, norm: float, threshold: float | None, num_toke
     """Return whether subtracting this many culprit tokens' gradient, of this norm, leaves an error of less than a
     quarter of the threshold.
 
-    Asked before any backward: each of their two backwards to be off by
-    one unit: three times as much for both, and one for what they have in common. A rehearsal has nothing to decide.
+    Asked before any backward: each of their two is taken to be off by one unit, three times as much for both, and by
+    one for what they have in common. A rehearsal has nothing to decide.
     """
     if threshold is None:
         return True
