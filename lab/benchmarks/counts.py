@@ -35,7 +35,7 @@ ON = {True: ["+gradloc=on"], False: [f"{ACTOR}.spike_detection=True"]}
 THRESHOLD = f"{ACTOR}.grad_norm_threshold=640"
 PLANT = (13, 5, 1e4)
 """Row, response position and advantage."""
-MORE_OPS = 0.03
+MORE_OPS = 0.01
 MOST_READS = 60
 """Maximum reads of a spiking update in addition to its passes and to verl's loss in cures."""
 HEAD = ["update", "operations", "reads", "before the step", "in a search's passes", "collectives", "read (MB)"]
