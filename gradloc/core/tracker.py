@@ -68,14 +68,14 @@ class SpikeNorms(NamedTuple):
     """The norms of a spike, over all shards and on the host; the same on every rank but for ``along``."""
 
     squares: torch.Tensor
-    """Of each parameter's gradient, squared: float64 (num_params,)."""
+    """Squared norm of each parameter's gradient, float64 (num_params,)."""
     increments: list[float] | None
     """An estimate of each micro-batch's own gradient, see :func:`increments_of`; None if a rank did not track."""
     history: torch.Tensor | None
     """Squared, per parameter, of earlier steps: float64 (steps, num_params), oldest first; None
     if there are fewer than two, or a rank did not track."""
     summed: list[float]
-    """Further scalars that were read with the norms."""
+    """Other scalars, read together with the norms."""
     along: torch.Tensor
     """Scalars of this process alone that were."""
 

@@ -365,7 +365,7 @@ def _line(**changes: object) -> str:
     return json.dumps(plain(Event(event_id="a", trigger=Trigger(grad_norm=9.0), **changes)))
 
 
-def _of_the_demo(folder: Path) -> None:
+def _demo_events(folder: Path) -> None:
     line = (REPO / "examples" / "demo" / "gradloc" / "events.jsonl").read_text(encoding="utf-8").strip()
     _events(folder, *(line.replace("step000024", f"step{step:06d}") for step in range(3_000)))
 
@@ -429,7 +429,7 @@ RUNS: dict[str, Callable[[Path], None]] = {
     "one-name": lambda folder: _events(folder, *[_line()] * 3_000),
     "long-line": lambda folder: _events(folder, _line(), '{"step": "' + "x" * 60_000_000, _line()),
     "culprits": lambda folder: _events(folder, _line(culprits=_MANY)),
-    "events": _of_the_demo,
+    "events": _demo_events,
     "words": lambda folder: _events(folder, _line().replace('"a"', '"\\u001b]0;x\\u0007\\u202e\\ud800"', 1)),
     "numbers": lambda folder: _events(folder, _line().replace("9.0", "9" * 400), _line().replace("9.0", '"NaN"')),
     "outside": lambda folder: _events(folder, _line(folder="../../../etc"), _line(folder="a\0b"), _line(folder="/etc")),

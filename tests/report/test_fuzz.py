@@ -60,7 +60,7 @@ _CELLS = [
     {"outputs": {"a": 1}},
     {"outputs": [5, {"data": 5}, {"data": {"text/html": [5]}}, {"text": 7}]},
 ]
-_NEWER = {"columns": {"share": [0.5], "of_a_later_version": [1.0]}}
+_NEWER = {"columns": {"share": [0.5], "later_version": [1.0]}}
 FOUND = {
     "a literal whose keys are numbers": ("documents", "a.json", b"{1.5: [1, 2], 'x': [1]}"),
     "a number that Python warns of": ("documents", "a.json", b"{'grad_norm': 65or 2}"),
