@@ -152,7 +152,8 @@ class _AutoSearch:
             is_proved = shares.is_exact and candidate.norm >= candidate.threshold
             most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
             is_needed = abs(left) + error >= most**2
-            if not is_needed and max(candidate.norm, candidate.threshold) < self.task.reference:  # or a spike by itself
+            is_spike = (candidate.norm if is_proved else candidate.threshold) >= self.task.reference  # by itself
+            if not is_needed and not is_spike:
                 continue
             # a sequence takes the place of its tokens that were named before
             others = [culprit for culprit in result.culprits if not set(culprit.tokens) < set(candidate.tokens)]

@@ -155,7 +155,7 @@ class Forwarded:
 
     @property
     def is_changed(self) -> bool:
-        """Whether an input was written to since the forward."""
+        """Return whether an input was written to since the forward."""
         return any(leaf._version != version for leaf, version in self._versions)
 
     def run(self) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search launches on a device beyond its passes, and how often its host waits: counted on the path of a GPU."""
+"""Count what a search launches on a device beyond its passes, and how often its host waits, on the path of a GPU."""
 
 from unittest import mock
 

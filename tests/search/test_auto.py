@@ -10,6 +10,8 @@ import torch
 from gradloc.core.ranks import Ranks
 from gradloc.search import auto, limit
 from gradloc.search.find import localize
+from gradloc.search.share import ShareMap
+from gradloc.search.task import Span
 from tests.search import spike_of, task_of, trained
 from tests.toy_model import Loss, build, random_batch
 from tests.toy_model.scenarios import scatter, useless_shares
@@ -29,6 +31,36 @@ def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=N
     space.scale(clip)
     found = localize(step, space, Ranks(), spike_of(batch, norm, THRESHOLD), clip, increments, **limits)
     return found, found.num_forwards + 2 * found.num_backwards
+
+
+def name(task, products, is_exact=True, norms=None):
+    """What one round names, and its path, of the first tokens of the second micro-batch with these shares of R."""
+    search = auto._AutoSearch(task)
+    masks = [task.prober.step.token_mask(index) for index in range(task.prober.step.num_micro_batches)]
+    values = [torch.zeros(mask.shape, dtype=torch.float64) for mask in masks]
+    places = masks[0].nonzero()[: len(products)].tolist()
+    for (row, position), product in zip(places, products, strict=True):
+        values[0][row, position] = product * task.square
+    nothing = [torch.zeros_like(each) for each in values]
+    shares = ShareMap(values, nothing, task.square, 1.0, 0.0, 0.0, is_exact, 99, 1.0)
+    norms = norms or [abs(product) * task.square**0.5 for product in products]
+    spans = [Span(norm, "token", 0, 0, n, n + 1, threshold=task.culprit_norm) for n, norm in enumerate(norms)]
+    search._name(spans, shares)
+    return [span.start for span in search.result.culprits], [entry.phase for entry in search.result.path]
+
+
+def test_proved_tokens_that_cancel_each_other_are_named_beside_one_that_explains_the_spike():
+    task, _ = task_of({(0, 0): 1e4})
+    task = replace(task, square=task.spike.grad_norm**2)
+    spike = 1.1 * task.reference / task.spike.grad_norm  # as large as makes a spike by itself
+    assert name(task, [1.0, spike, -spike])[0] == [0, 1, 2]
+    assert name(task, [1.0, 0.8 * spike, -0.8 * spike])[0] == [0], "quieter ones leave none"
+
+
+def test_where_shares_prove_nothing_a_backward_that_accounts_for_the_spike_is_the_last():
+    task, batch = task_of({(0, 0): 1e4})
+    task = replace(task, square=task.spike.grad_norm**2)
+    assert name(task, [0.4, 0.3, 0.3], is_exact=False) == ([0], ["verify"])
 
 
 @pytest.mark.parametrize("max_steps", [1.5, 2, 4])
