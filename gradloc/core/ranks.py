@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 import traceback
@@ -51,16 +52,12 @@ def host_group() -> Any | None:
     """
     if not dist.is_initialized() or distributed_c10d._get_object_coll_device(None) == "cpu":
         return None
-    found: list[tuple[Any, Exception | None]] = [(None, TimeoutError("no process has connected to this one"))]
-    # in a thread, since gloo has no time-out where a process waits to be connected to
-    connect = partial(_connected, timedelta(seconds=_PATIENCE_S))
-    worker = threading.Thread(target=lambda: found.append(_attempt(connect)), daemon=True)
-    worker.start()
-    worker.join(_PATIENCE_S + _LOOK_EVERY_S)
-    made, error = found[-1]
-    if _is_everywhere(made is not None):
-        distributed_c10d._set_pg_timeout(distributed_c10d._get_default_timeout(dist.Backend("gloo")), made)
-        return made
+    _, error = _attempt(_find_interfaces)
+    if _is_everywhere(error is None):
+        made, error = _connect_in_time()
+        if _is_everywhere(made is not None):
+            distributed_c10d._set_pg_timeout(distributed_c10d._get_default_timeout(dist.Backend("gloo")), made)
+            return made
     if error is not None:
         logger.warning(
             "gradloc: gloo cannot connect the processes (%s), so small messages go by the device's group, which every "
@@ -70,8 +67,29 @@ def host_group() -> Any | None:
     return None
 
 
+def _find_interfaces() -> None:
+    """Raise RuntimeError where gloo would not find its own address: its peers would wait for it in a thread."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    for name in names.split(",") if names else ():
+        dist.ProcessGroupGloo.create_device(interface=name)
+    if not names:
+        dist.ProcessGroupGloo.create_default_device()
+
+
+def _connect_in_time() -> tuple[Any, Exception | None]:
+    """Return a group that all have met in, or why there is none.
+
+    In a thread, since gloo has no time-out where a process waits to be connected to.
+    """
+    found: list[tuple[Any, Exception | None]] = [(None, TimeoutError("no process has connected to this one"))]
+    connect = partial(_connected, timedelta(seconds=_PATIENCE_S))
+    worker = threading.Thread(target=lambda: found.append(_attempt(connect)), daemon=True)
+    worker.start()
+    worker.join(_PATIENCE_S + _LOOK_EVERY_S)
+    return found[-1]
+
+
 def _connected(patience: timedelta) -> Any:
-    """Return a group that all have met in."""
     made = dist.new_group(backend="gloo", timeout=patience)
     dist.all_reduce(torch.zeros(1), group=made)
     return made

@@ -95,18 +95,21 @@ def test_one_process_has_the_same_largest_values():
 def test_a_group_on_the_host_is_made_where_there_is_none(monkeypatch, is_on, device, is_made):
     monkeypatch.setattr(dist, "is_initialized", lambda: is_on)
     monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group: device)
+    monkeypatch.setattr(ranks_module, "_find_interfaces", lambda: None)
     monkeypatch.setattr(ranks_module, "_connected", lambda patience: "a group of gloo")
     monkeypatch.setattr(ranks_module, "_is_everywhere", lambda flag: flag)
     monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
     assert ranks_module.host_group() == ("a group of gloo" if is_made else None)
 
 
-def _connects(rank, folder, broken):
-    """One of two processes, with a device's group that gloo stands in for; the interface of ``broken`` is unknown."""
+def _connects(rank, folder, broken, kind):
+    """One of two processes, with a device's group that gloo stands in for; ``broken`` cannot be connected to."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    if rank == broken:
-        os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
     ranks_module._PATIENCE_S = 3.0
+    if kind == "unknown":
+        os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface" if rank == broken else ""
+    elif rank == broken:
+        ranks_module._connected = lambda patience: time.sleep(3600)
     distributed_c10d._get_object_coll_device = lambda group: "cuda" if group is None else "cpu"
     made = ranks_module.host_group()
     total = torch.ones(1)
@@ -116,10 +119,12 @@ def _connects(rank, folder, broken):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("broken", [None, pytest.param(0, marks=pytest.mark.slow), 1])
-def test_where_gloo_cannot_connect_a_process_all_go_on_with_the_device_s_group(broken, tmp_path):
+@pytest.mark.parametrize(
+    ("broken", "kind"), [(None, ""), (0, "unknown"), (1, "unknown"), pytest.param(1, "silent", marks=pytest.mark.slow)]
+)
+def test_where_gloo_cannot_connect_a_process_all_go_on_with_the_device_s_group(broken, kind, tmp_path):
     begun = time.monotonic()
-    torch.multiprocessing.spawn(_connects, (str(tmp_path), broken), nprocs=2)
+    torch.multiprocessing.spawn(_connects, (str(tmp_path), broken, kind), nprocs=2)
     assert time.monotonic() - begun < 300, "no time-out of a collective was waited for"
     for rank in range(2):
         assert (tmp_path / f"{rank}").read_text() == f"{broken is not None} 2.0"
