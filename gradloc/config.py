@@ -99,8 +99,8 @@ class SearchConfig:
     """After the search, measure the step's norm under at most this many other settings, one pass over its micro-batches
     each, until one heals it (docs/cures.md); 0: none."""
     layer_window: int = setting(32, integer(0))
-    """Optimizer steps of per-layer norms to remember, to spot a single exploding layer; 0 for none. On a CPU, as many
-    as fit into 0.2 % of the time."""
+    """Optimizer steps of per-layer norms to remember, to spot a single exploding layer; 0 for none. As many as
+    fit into 0.2 % of the time."""
 
 
 @closed(f"{_KEY}.gradloc.action")

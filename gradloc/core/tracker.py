@@ -5,8 +5,9 @@ Both are local numbers of this rank's shards. Nothing is communicated while noth
 asked, at a spike. The steps of the running norm show about how large each micro-batch's own gradient is, so where to
 look first. Past norms per parameter distinguish one exploding layer from a spike of the whole model.
 
-The cost is timed on the device's clock. The host's would include waiting for a place in the device's queue, which is
-no cost of tracking.
+The cost is timed on the device's clock, or as this thread's own time on a CPU: waiting for a place in the device's
+queue, or for a core that others use, is no cost of tracking. Where it is too dear, less is read: first the norm of each
+step instead of each backward, then of every second step, every fourth and so on.
 """
 
 import logging
@@ -23,9 +24,9 @@ from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_MAX_COST = 0.002  # of an update's time. Beyond it the running norm is given up
+_MAX_COST = 0.002  # of an update's time. Beyond it less is read
 _NEGLIGIBLE_S = 0.002  # an update: less is no loss, and a device that waits for its host seems to take longer
-_NUM_TRIALS = 3  # updates before the running norm is judged
+_NUM_TRIALS = 3  # updates in which norms are read before their cost is judged
 
 
 class _Watch:
@@ -40,9 +41,9 @@ class _Watch:
         """Time this block, without waiting for the device."""
         event = _event_of(device)
         if event is None:
-            started = time.perf_counter()
+            started = time.thread_time()
             yield
-            self._seconds += time.perf_counter() - started
+            self._seconds += time.thread_time() - started
             return
         pair = event(enable_timing=True), event(enable_timing=True)
         pair[0].record()
@@ -89,8 +90,17 @@ class NormTracker:
 
     def __init__(self, window: int):
         self.is_on = True
-        self._history: deque[torch.Tensor] = deque(maxlen=window)
+        self.reads_backwards = True
+        """Whether each micro-batch's norm is noted, so far."""
+        self._period = 1
+        """One step in this many is read where backwards are not: a power of two."""
+        self._step = 0
+        self._history: deque[tuple[int, torch.Tensor]] = deque(maxlen=window)
+        """The number and the squared norms of steps. Ranks may read different ones, hence the number."""
         self._running: list[torch.Tensor] = []
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
         self._watch = _Watch()
         self._update_started = 0.0
         self._update_seconds = 0.0
@@ -100,26 +110,31 @@ class NormTracker:
         self._update_started = time.perf_counter()
 
     def end_update(self) -> None:
-        """Stop where the running norm costs too much."""
+        """Read less from here on if what was read costs too much."""
         self._update_seconds += time.perf_counter() - self._update_started
         self._num_updates += 1
         cost, seconds = self.cost, self._watch.seconds / self._num_updates
-        if not self.is_on or self._num_updates < _NUM_TRIALS or cost <= _MAX_COST or seconds <= _NEGLIGIBLE_S:
+        is_judged = self._num_updates >= _NUM_TRIALS * self._period
+        if not self.is_on or not is_judged or cost <= _MAX_COST or seconds <= _NEGLIGIBLE_S:
             return
-        self.is_on = False
-        logger.warning(
-            "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so it stops: "
-            "searches will be slower",
-            100 * cost,
-            100 * _MAX_COST,
-        )
+        if self.reads_backwards:
+            logger.warning(
+                "gradloc: noting each micro-batch's norm takes %.2f %% of an update, more than %.2f %%, so only the "
+                "step's is noted: searches will be slower",
+                100 * cost,
+                100 * _MAX_COST,
+            )
+        else:
+            self._period *= 2
+        self.reads_backwards = False
+        self._begin_trial()
 
     def begin_mini_batch(self) -> None:
         self._running = []
 
     def after_backward(self, space: GradientSpace) -> None:
         """Note the squared norms of what ``.grad`` has accumulated so far: no communication, no synchronisation."""
-        if not self.is_on:
+        if not self.is_on or not self.reads_backwards:
             return
         try:
             with self._watch.on(space.params[0].device):
@@ -137,18 +152,19 @@ class NormTracker:
             loss_scale: the factor on the loss in the backward, and so on the running norms.
             is_spike: whether the step spiked.
         """
-        if not self.is_on or is_spike or not self._history.maxlen:
+        self._step += 1
+        if not self.is_on or is_spike or not self._history.maxlen or self._step % self._period:
             return
         if self._running:  # after the last micro-batch .grad was the step's gradient
-            self._history.append(self._running[-1] / loss_scale**2)
+            self._history.append((self._step, self._running[-1] / loss_scale**2))
             return
         with self._watch.on(space.params[0].device):
-            self._history.append(space.local_squares().div_(clip_scale**2))
+            self._history.append((self._step, space.local_squares().div_(clip_scale**2)))
 
     @property
     def cost(self) -> float:
-        """The fraction of all updates' time that tracking has taken."""
-        return self._watch.seconds / self._update_seconds
+        """The fraction of updates' time that tracking has taken since less was read, if it ever was."""
+        return self._watch.seconds / self._update_seconds if self._update_seconds else 0.0
 
     def read(
         self,
@@ -167,9 +183,12 @@ class NormTracker:
             summed: further scalars, this process' parts.
             along: further scalars of this process alone.
         """
-        running = self._running if ranks.all(self.is_on and bool(self._running)) else []
-        count = int(-ranks.max([-float(len(self._history) if self.is_on else 0)])[0])
-        known = list(self._history)[-count:] if count > 1 else []
+        has_running = self.is_on and bool(self._running)
+        period, is_missing = ranks.max([float(self._period), float(not has_running)])
+        running = [] if is_missing else self._running
+        known = [squares for number, squares in self._history if self.is_on and number % period == 0]
+        count = int(-ranks.max([-float(len(known))])[0])  # all ranks have read the last so many of these
+        known = known[-count:] if count > 1 else []
 
         def local() -> list[torch.Tensor]:
             squares, scalars = space.own_squares(), [*summed, *(each.sum() for each in running)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms are noted while training as long as that costs nothing, and tell a step's parts and past."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def test_a_median_size_is_of_what_is_neither_zero_nor_unknown():
 
 
 class Event:
-    """A device's, whose clock goes by what is launched: a millisecond each; the device is done when somebody waits."""
+    """A device's, whose clock goes by what is launched: 10 ms each; the device is done when somebody waits."""
 
     clock, is_done = 0, True
 
@@ -101,26 +103,33 @@ class Event:
         return Event.is_done
 
     def elapsed_time(self, end):
-        return float(end.at - self.at)
+        return 10.0 * (end.at - self.at)
 
 
-def test_what_takes_too_long_stops_and_says_so_once(monkeypatch, caplog):
+def test_what_takes_too_long_is_read_less_often_and_said_once(monkeypatch, caplog):
     step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
-    space, tracker = GradientSpace(step.model), NormTracker(0)
+    space, tracker, counts = GradientSpace(step.model), NormTracker(8), []
+    reading = mock.patch.object(space, "local_squares", side_effect=space.local_squares)
     monkeypatch.setattr(tracker_module, "_event_of", lambda device: Event)
     monkeypatch.setattr(Event, "is_done", True)
-    states = []
-    for _ in range(6):
-        tracker.begin_update()
-        tracker.begin_mini_batch()
-        step.train(lambda: tracker.after_backward(space))
-        tracker.end_update()
-        states.append(tracker.is_on)
-    assert states == [True] * 2 + [False] * 4
+    for _ in range(30):
+        with reading as read:
+            tracker.begin_update()
+            tracker.begin_mini_batch()
+            step.train(lambda: tracker.after_backward(space))
+            tracker.after_mini_batch(space, 1.0, 1.0, is_spike=False)
+            tracker.end_update()
+        counts.append(read.call_count)
+    while_judged = [counts[:3], counts[3:6], counts[6:12], counts[12:24], counts[24:]]
+    assert while_judged == [[M] * 3, [1] * 3, [0, 1] * 3, [0, 0, 0, 1] * 3, [0] * 6]
     assert caplog.text.count("gradloc:") == 1
+    assert len(tracker.read(space, Ranks()).history) >= 2
 
 
 @pytest.mark.full
-def test_ranks_that_remember_more_or_fewer_steps_share_the_last(bare_world):
-    for history, exact in bare_world.run("tests.toy_model.scenarios.history_of_ranks"):
-        torch.testing.assert_close(torch.tensor(history), torch.tensor(exact[-3:]), rtol=1e-4, atol=1e-12)
+@pytest.mark.parametrize(("windows", "periods", "kept"), [((5, 3), (1, 1), [2, 3, 4]), ((5, 5), (1, 2), [1, 3])])
+def test_ranks_that_remember_different_steps_share_the_last_that_all_do(windows, periods, kept, bare_world):
+    for history, exact in bare_world.run(
+        "tests.toy_model.scenarios.history_of_ranks", windows=windows, periods=periods
+    ):
+        torch.testing.assert_close(torch.tensor(history), torch.tensor([exact[n] for n in kept]), rtol=1e-4, atol=1e-12)

@@ -2,11 +2,13 @@
 """Train, search and set back one planted step, on a rank of a world."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from gradloc.core.gradients import GradientSpace
 from gradloc.core.ranks import Ranks
@@ -114,11 +116,17 @@ def scatter(step: ToyStep, size: float, seed: int) -> None:
     step.forward = scattered
 
 
-def history_of_ranks() -> tuple[list[list[float]], list[list[float]]]:
-    """Return what the ranks' trackers share of five steps, of which the second rank keeps three; and all norms."""
+def history_of_ranks(windows: Sequence[int], periods: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
+    """Return what the ranks' trackers share of five steps, and the squared norms of all five.
+
+    Args:
+        windows: how many steps each rank keeps.
+        periods: each rank reads one step in this many.
+    """
     step = ToyStep(shard(build("tiny"), "fsdp2"), random_batch(build("tiny")), NUM_MICRO_BATCHES)
     space, ranks, exact = GradientSpace(step.model), Ranks(), []
-    tracker = NormTracker(5 if ranks.is_first else 3)
+    tracker = NormTracker(windows[dist.get_rank()])
+    tracker._period = periods[dist.get_rank()]
     for number in range(5):
         space.clear()
         tracker.begin_mini_batch()
