@@ -33,6 +33,10 @@ _LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed,
 _ASK_EVERY_S = 0.1  # how often a rank that can do nothing else asks the process group's store
 _groups = itertools.count(1)  # numbers the calls of host_group(), alike on all ranks
 _calls = itertools.count(1)  # numbers the calls of run_collective(), alike on all ranks, for keys in the store
+_decisions = itertools.count(1)  # numbers the calls of decided(), alike on all ranks
+_ORDERS = 16.0  # times processes times rounding: sums in other orders, and limits made of them, are closer than that
+_ROUNDING = 2.0**-23  # of float32
+_HUGE = 1e18  # float32 has no room for the square of a norm ten times that: in some order it is inf
 
 
 class PeerFailure(RuntimeError):
@@ -197,6 +201,41 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=self._global(self._firsts[rank]), group=self.group)
         return box[0]
+
+    def decided(self, value: float, limit: float | None, rounding: float = _ROUNDING) -> tuple[float, bool]:
+        """Return the first process' value and whether it is over its limit, where a value is near its limit or over it;
+        else this process' own. No collective.
+
+        A reduction may add in another order on each process, so values differ in their last bits, and a limit between
+        them would part the ranks. The first process writes its value into the process group's store where it is near
+        the limit or over it, and the others read it there where theirs is. They ask from half as far below the limit as
+        it writes, and values are closer than that. So who asks is answered, and who does not is on the first one's
+        side: far from the limit nothing is sent.
+
+        Args:
+            value: reduced over the ranks, such as a gradient norm; may be NaN or inf. All call this together.
+            limit: the same on all, or as close as the values; None where only what is not finite is over it.
+            rounding: of the reduction, relative.
+
+        Raises:
+            LostRank: where the first process does not answer until the store's own time-out.
+        """
+        number, is_over = next(_decisions), not math.isfinite(value) or (limit is not None and value > limit)
+        if self.num_processes == 1:
+            return value, is_over
+        margin = min(_ORDERS * self.num_processes * rounding, 0.25)
+        bound = _HUGE if limit is None else min(limit, _HUGE)
+        if value < bound * (1 - (2 if self.is_first else 1) * margin):
+            return value, is_over
+        key = f"gradloc/decided/{number}"
+        try:
+            if self.is_first:
+                _store().set(key, f"{value!r} {is_over:d}")
+                return value, is_over
+            found, verdict = _store().get(key).decode().split()
+        except Exception as error:
+            raise LostRank("the first rank's norm decides for all, and cannot be had") from error
+        return float(found), verdict == "1"
 
     def _sent(self, values: list[float]) -> torch.Tensor:
         sent = torch.tensor(values, dtype=torch.float64)

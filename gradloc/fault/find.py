@@ -156,9 +156,13 @@ def _why_incomparable(case: _Case) -> str:
     if not task.prober.ranks.all(is_fresh):
         return "the inputs of an earlier step were written over, so it cannot be run again; give the model a copy"
     assert reference is not None
-    newest, oldest = task.prober.ranks.max([float(reference.number), -float(reference.number)])
+    ranks = task.prober.ranks  # whose norms of one step may differ in the last bits: the first one's count
+    norms = reference.norms if ranks.is_first else [0.0] * len(reference.norms)
+    newest, oldest, *norms = ranks.max([float(reference.number), -float(reference.number), *norms])
     if newest != -oldest:
         return "ranks keep micro-batches of different steps, as where one was short of memory"
+    reference = reference.with_norms(norms)
+    case.clues = replace(case.clues, reference=reference)
     if math.isfinite(task.spike.grad_norm) and task.spike.grad_norm <= reference.norm:
         return f"step {reference.number} had as large a norm"
     return "" if task.can_afford(backwards=2) else "max_steps allows no comparison with an earlier step"

@@ -43,6 +43,18 @@ class Reference(NamedTuple):
     measured: tuple[Measured, ...]
     """Norms of earlier references and, last, of this one; empty where ranks had not summed the gradient by then."""
 
+    @property
+    def norms(self) -> list[float]:
+        """The step's norm and those of :attr:`measured`: as many on every rank, zeros in front of the latter."""
+        known = [each.norm for each in self.measured]
+        return [self.norm, *[0.0] * (_MEASURED - len(known)), *known]
+
+    def with_norms(self, norms: list[float]) -> "Reference":
+        """Return this with another rank's :attr:`norms`."""
+        known = norms[len(norms) - len(self.measured) :]
+        measured = (each._replace(norm=norm) for each, norm in zip(self.measured, known, strict=True))
+        return self._replace(norm=norms[0], measured=tuple(measured))
+
 
 class ReferenceKeeper:
     """Keeps the first micro-batch of an ordinary step every few steps. It holds no gradient and no activation.

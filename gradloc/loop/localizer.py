@@ -176,6 +176,20 @@ class Localizer:
 
     # ---- 2. is this norm a spike?
 
+    def decided_norm(self, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's norm where this step may be a spike, else this rank's; a scalar for
+        :meth:`before_step`.
+
+        For trainers whose ranks have the policy before the norm, and learn of the norm by a reduction of the trainer's:
+        ranks whose norms differ in the last bit must not part at the threshold. A healthy step sends nothing.
+        """
+        policy = self._policy
+        if policy is None or self.num_failures >= _MAX_FAILURES:
+            return grad_norm
+        rounding = max(torch.finfo(grad_norm.dtype).eps, torch.finfo(torch.float32).eps)
+        norm, _ = self.ranks.decided(float(grad_norm), policy.threshold(len(self.norms)), rounding)
+        return torch.tensor(norm, dtype=grad_norm.dtype)
+
     def before_step(self, grad_norm: torch.Tensor, policy: Policy | None = None) -> torch.Tensor:
         """Look into the step if it spikes.
 

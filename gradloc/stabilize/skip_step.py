@@ -7,9 +7,10 @@ one outlier widens the bound for the next steps. We judge by the norm alone, sin
 """
 
 import math
+import operator
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .config import SkipStepConfig
@@ -29,13 +30,18 @@ class SkipStep:
             return None
         return statistics.fmean(self._norms) + self._num_deviations * statistics.stdev(self._norms)
 
-    def is_outlier(self, norm: float) -> bool:
-        """Return whether to skip the step; learns its norm either way, unless it is not finite."""
+    def is_outlier(self, norm: float, is_over: Callable[[float, float], bool] = operator.gt) -> bool:
+        """Return whether to skip the step; learns its norm either way, unless it is not finite.
+
+        Args:
+            norm: of the step.
+            is_over: compares it with the threshold, for all ranks.
+        """
         threshold = self.threshold()
         if not math.isfinite(norm):
             return False
         self._norms.append(norm)
-        return threshold is not None and norm > threshold
+        return threshold is not None and is_over(norm, threshold)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stabilizers that a trainer's actor calls, on the real gradient and its shards.
 
-Every rank decides alike without asking: the norms come out of one reduction, and the statistics follow from them. With
-``layer_clip`` that reduction replaces verl's own clip: localization looks first, and what it decides to take is
-clipped. Only steps that are taken teach the layers. Lopti's two stages have gradients of different size, so each
-learns from its own.
+Every rank decides alike: the norms come out of one reduction, the statistics follow from them, and whether to skip is
+the first rank's decision. With ``layer_clip`` that reduction replaces verl's own clip: localization looks first, and
+what it decides to take is clipped. Only steps that are taken teach the layers. Lopti's two stages have gradients of
+different size, so each learns from its own.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.gradients import GradientSpace
+from ..core.ranks import Ranks
 from ..core.sharding import plain_name
 from ..loop.layers import kind_of, layer_of, norms_by
 from .config import StabilizeConfig
@@ -31,8 +32,8 @@ _GROUPS = {"layer": layer_of, "kind": kind_of, "tensor": plain_name}
 class Stabilizer:
     """The stabilizers of one actor, which calls the methods in their order."""
 
-    def __init__(self, settings: StabilizeConfig, grad_clip: float):
-        self.settings, self._grad_clip = settings, grad_clip
+    def __init__(self, settings: StabilizeConfig, grad_clip: float, ranks: Ranks | None = None):
+        self.settings, self._grad_clip, self._ranks = settings, grad_clip, ranks
         self.weigher = TokenWeigher(settings) if settings.weighs_tokens else None
         """Weighs the token losses; None where nothing does."""
         self.clips_layers = settings.layer_clip.rule != "off"
@@ -78,7 +79,7 @@ class Stabilizer:
         is_step = math.isfinite(norm) and norm > 0
         if self._skip_step is not None:
             self.note({"gradloc/skip_step/threshold": self._skip_step.threshold() or 0.0})
-            if is_step and self._skip_step.is_outlier(norm):
+            if is_step and self._skip_step.is_outlier(norm, self._is_over):
                 # without gradients the optimizer skips every parameter: no moment, no weight decay, no step count
                 self._space.clear()
                 self._num_skipped += 1
@@ -86,6 +87,12 @@ class Stabilizer:
         if self._layer_clip is not None:
             self._clip_layers(self._layer_clip, is_step)
         return grad_norm
+
+    def _is_over(self, norm: float, limit: float) -> bool:
+        """Return whether a norm is over the limit: the first rank's, where all train one model."""
+        if self._ranks is None or not self._space.are_summed:
+            return norm > limit
+        return self._ranks.decided(norm, limit)[1]
 
     def _clip_layers(self, layer_clip: LayerClip, is_step: bool) -> None:
         norms = norms_by(self._group, self._space.names, self._squares)

@@ -3,6 +3,7 @@
 
 import math
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -128,3 +129,44 @@ def test_where_gloo_cannot_connect_a_process_all_go_on_with_the_device_s_group(b
     assert time.monotonic() - begun < 300, "no time-out of a collective was waited for"
     for rank in range(2):
         assert (tmp_path / f"{rank}").read_text() == f"{broken is not None} 2.0"
+
+
+LAST_BITS = 6 * 2.0**-24
+"""By how much the sums of a few float32 numbers in any two orders differ at most, relative."""
+
+
+def decisions(
+    values: list[list[float]], limit: float | None, is_apart: bool = False
+) -> tuple[list[bool], list[float], int]:
+    """Return what a rank holds of its own values, and how many of them went through the store."""
+    ranks, uses = Ranks(), []
+    store = ranks_module._store
+    ranks_module._store = lambda: uses.append(1) or store()
+    # limits that follow from the values are apart, too
+    own = None if limit is None else limit * (1 + LAST_BITS * (ranks.rank if is_apart else 0))
+    try:
+        found = [ranks.decided(value, own) for value in values[ranks.rank]]
+    finally:
+        ranks_module._store = store
+    return [is_over for _, is_over in found], [value for value, is_over in found if is_over], len(uses)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("limit", [0.7, 640.0, 3e18, math.inf, None])
+def test_ranks_whose_values_differ_in_the_last_bits_decide_as_the_first_does(bare_world, limit, is_apart):
+    rng, around = random.Random(0), 1e18 if limit in (None, math.inf) else limit
+    first = [around * (1 + step / 8 * LAST_BITS) for step in range(-300, 100)]
+    first += [math.inf, math.nan, 2e19, 1e15, 0.0]
+    values = [first, [value * (1 + rng.uniform(-1, 1) * LAST_BITS) for value in first]]
+    values[1][402] = math.inf  # whose square had no room in another order
+    given = {"values": values, "limit": limit, "is_apart": is_apart, "timeout_s": 60}
+    (verdicts, over, _), other = bare_world.run("tests.core.test_ranks.decisions", **given)
+    assert verdicts == other[0] == [not math.isfinite(value) or value > (limit or math.inf) for value in first]
+    assert [str(value) for value in over] == [str(value) for value in other[1]], "a spike's norm has the same bits"
+    assert any(verdicts[:400]) == (limit in (0.7, 640.0, 3e18))
+
+
+def test_far_from_the_limit_nothing_is_sent(bare_world):
+    values = [[0.0, 0.5, 0.999], [0.0, 0.5, 0.999]]
+    for found in bare_world.run("tests.core.test_ranks.decisions", values=values, limit=1.0):
+        assert found == ([False] * 3, [], 0)

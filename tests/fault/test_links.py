@@ -20,7 +20,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.fault import find
-from gradloc.fault.reference import Reference
+from gradloc.fault.reference import Measured, Reference
 from gradloc.fault.updates import Updates
 from gradloc.search.weights import MovedWeights
 from gradloc.trigger import Spike
@@ -150,6 +150,26 @@ def test_a_norm_that_is_not_finite_is_the_batch_s_where_an_earlier_one_has_its_o
     reference = Reference(SimpleNamespace(), 7, usual, 1, ())
     fault, _ = find.find_fault(task, find.Clues(reference, Updates(), number=8))
     assert fault.at == "batch", fault.reason
+
+
+def found_apart() -> tuple[Any, ...]:
+    """Return the evidence of a rank whose norms of earlier steps have other last bits than its peer's."""
+    ranks = Ranks()
+    usual = 0.5 + ranks.rank * 2.0**-24
+    prober = SimpleNamespace(space=GradientSpace(torch.nn.Linear(2, 2)), ranks=ranks, step=None)
+    spike = Spike("fixed", 100.0, 1.0, None, 8)
+    task = SimpleNamespace(prober=prober, spike=spike, reference=1.0, increments=None, can_afford=lambda **_: True)
+    measured = tuple(Measured(usual * times, torch.zeros(()), torch.zeros(())) for times in (3, 1))
+    reference = Reference(SimpleNamespace(loss_scale=1.0), 7, usual, 1, measured[ranks.rank :])
+    clues = find.Clues(reference, Updates(), 8, factor=200.0, squares=[0.0] * 14 + [0.25, 0.25])
+    fault, _ = find.find_fault(task, clues)
+    return fault.label, fault.evidence
+
+
+def test_the_first_rank_s_norms_of_earlier_steps_count(bare_world):
+    first, second = bare_world.run("tests.fault.test_links.found_apart")
+    assert first == second and first[0] == "gradient_scaled"
+    assert (first[1]["usual_norm"], first[1]["usual_factor"]) == (0.5, 1.0)
 
 
 @pytest.mark.full

@@ -3,11 +3,13 @@
 
 import json
 import math
+import statistics
 
 import pytest
 import torch
 
 from gradloc.core.gradients import GradientSpace
+from gradloc.core.ranks import Ranks
 from gradloc.stabilize.config import LayerClipConfig, SkipStepConfig, StabilizeConfig
 from gradloc.stabilize.memory import StabilizerMemory, build_memory
 from gradloc.stabilize.stabilizer import Stabilizer
@@ -97,6 +99,27 @@ def test_each_stage_learns_from_its_own_steps(model):
     resumed = Stabilizer(SKIPS, grad_clip=1.0)
     found = step(resumed, model, 40.0, 0.0, 0.0, stage="low", learned=json.loads(json.dumps(state)))
     assert found["skip_step/skipped"] == [1]
+
+
+def apart(over: int) -> bool:
+    """Return whether this rank skips a step whose threshold is between the ranks' norms: one, ``over``, is over it."""
+    ranks, norms = Ranks(), [1.0, 1.5, 1.25, 1.75]
+    stabilizer, only = Stabilizer(SKIPS, grad_clip=100.0, ranks=ranks), torch.nn.Linear(1, 1, bias=False)
+    threshold = torch.tensor(statistics.fmean(norms) + 2.0 * statistics.stdev(norms), dtype=torch.float64)
+    below = torch.nextafter(threshold, torch.zeros((), dtype=torch.float64))
+    above = torch.nextafter(threshold, torch.full((), 9.0, dtype=torch.float64))
+    for norm in [*map(torch.tensor, norms), above if ranks.rank == over else below]:
+        stabilizer.begin_update(GradientSpace(only), "", None)
+        only.weight.grad = norm.float().reshape(1, 1)
+        stabilizer.before_step(norm)
+        stabilizer.end_update({})
+    return only.weight.grad is None
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_all_ranks_skip_a_step_or_none_does(bare_world, over):
+    found = bare_world.run("tests.stabilize.test_stabilizer.apart", over=over, timeout_s=60)
+    assert found == [over == 0] * 2
 
 
 def test_statistics_that_do_not_fit_are_said_and_left(model, caplog):

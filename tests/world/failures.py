@@ -50,6 +50,32 @@ def fail_at_boundaries(first: int, overrides: list[str], dump_dir: str) -> dict[
     return {"reached": reached, "failures": failures, "weights": trainer.weights_hash()}
 
 
+def part_norms(over: int, overrides: list[str], dump_dir: str) -> dict[str, Any]:
+    """On a spike, let the norms differ in the last bit, and only that of the rank ``over`` be over the threshold.
+
+    Returns:
+        ``failures``, ``spikes``, and ``weights`` after a healthy step.
+    """
+    ActorWatch, Policy = part("adapters.verl_common.watch").ActorWatch, part("loop.messages").Policy
+    clip, trainer, batch, norms = ActorWatch.clip, make_trainer(overrides, dump_dir), make_batch(seed=1), []
+
+    def clip_apart(watch: Any) -> torch.Tensor:
+        norm = clip(watch)
+        norms.append(float(norm))
+        above = torch.nextafter(norm.float(), torch.tensor(torch.inf, device=norm.device)).to(norm.dtype)
+        return above if torch.distributed.get_rank() == over else norm
+
+    plant(batch, 6, 2, 1e4)
+    with (
+        mock.patch.object(ActorWatch, "clip", clip_apart),
+        mock.patch.object(Policy, "threshold", lambda policy, number: norms[-1] if norms else None),
+    ):
+        metrics = trainer.update(batch)["metrics"]
+    trainer.update(make_batch(seed=2))
+    found = {name: metrics.get(f"gradloc/{name}", [0])[0] for name in ("failures", "spikes")}
+    return {**found, "weights": trainer.weights_hash()}
+
+
 def fail_inside(place: str, overrides: list[str], dump_dir: str) -> None:
     """On a spike, make rank 1 fail inside a backward of the search, or the step's method of that name."""
     part("core.ranks")._PATIENCE_S = 2.0

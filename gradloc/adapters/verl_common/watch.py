@@ -55,7 +55,7 @@ class ActorWatch:
     def __init__(self, settings: Any, ranks: Ranks):
         self.settings, self.ranks = settings, ranks
         self.localizer = Localizer(self, ranks, settings) if settings.enable else None
-        self.stabilizer = Stabilizer(settings.stabilize, self.grad_clip) if settings.stabilize.is_on else None
+        self.stabilizer = Stabilizer(settings.stabilize, self.grad_clip, ranks) if settings.stabilize.is_on else None
         self.weigher = None if self.stabilizer is None else self.stabilizer.weigher
 
     def clip_by_verl(self) -> torch.Tensor:
@@ -84,7 +84,7 @@ class ActorWatch:
         norm = self.clip()
         try:
             if self.localizer is not None:
-                norm = self.localizer.before_step(norm)
+                norm = self.localizer.before_step(self.localizer.decided_norm(norm))
         finally:
             self.step = None
         return norm if self.stabilizer is None else self.stabilizer.before_step(norm)

@@ -44,6 +44,14 @@ def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recove
     raise AssertionError("the search never ended")
 
 
+@not_on(TRL, "tests/watch/test_ranks.py has it, the norm is sent")
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_norm_of_the_first_rank_decides_where_the_threshold_is_between_the_ranks(world, dump_dir, over):
+    answers = world.run("failures.part_norms", timeout_s=240, over=over, overrides=ON, dump_dir=dump_dir)
+    assert [(answer["failures"], answer["spikes"]) for answer in answers] == [(0, 1 - over)] * 2
+    assert Path(dump_dir, "events.jsonl").exists() == (over == 0)
+
+
 @default_on(verl07=("backward",), verl09=("forward",))
 @not_on(TRL, "DDP's forward has no collective: peers hear of it and go on", "backward")
 @pytest.mark.parametrize("place", ["backward", "forward"])

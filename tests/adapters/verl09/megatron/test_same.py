@@ -52,6 +52,7 @@ HEALED = test_cures.test_a_healed_step_is_the_one_that_the_setting_takes_bit_for
 TEACHER = test_distillation.test_the_planted_culprits_are_the_oracles_and_the_teacher_is_their_cause
 EVERY_EPOCH = test_actions.test_every_appearance_of_a_culprit_is_masked_and_the_weights_are_those_without_it
 BOUNDARIES = test_failures.test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recovered
+PARTED = test_failures.test_the_norm_of_the_first_rank_decides_where_the_threshold_is_between_the_ranks
 ROUTERS = ("experts, EP 2", "experts, PP 2 x EP 2", "CP 2, experts, EP 2", "CP 2, experts, EP 2, by tokens")
 FIRST_THREE = ("PP 2", "TP 2", "experts, EP 2")
 SAME = [
@@ -71,6 +72,8 @@ SAME = [
     (TEACHER, {"layout": test_distillation.AS_REWARD}, ("PP 2", "TP 2"), ()),
     (test_failures.test_skip_takes_no_step_at_all, {}, (DEFAULT[2], "PP 2", *ON_CPU), DEFAULT[2:3]),
     (test_failures.test_abort_stops_the_run_with_the_event_on_disk, {}, ("TP 2",), ()),
+    (PARTED, {"over": 0}, ("TP 2", "PP 2"), ("PP 2",)),
+    (PARTED, {"over": 1}, ("TP 2", "PP 2"), ("TP 2",)),
     (BOUNDARIES, {"strategy": "auto", "stride": 12}, FIRST_THREE, ()),
     (stabilizers.test_a_run_under_safe_trains, {}, ("TP 2", *CP), ()),
 ]
