@@ -89,7 +89,7 @@ class WatchedTrainer:
         """Write the weights as one model's folder, from the first process; returns whether it could."""
         try:
             state = ranks.run_collective(partial(self.accelerator.get_state_dict, self.model_wrapped))
-            ranks.run_local_synced(partial(self._save, folder, state_dict=state) if ranks.is_first else lambda: None)
+            ranks.run_slowly_synced(partial(self._save, folder, state_dict=state) if ranks.is_first else lambda: None)
         except PeerFailure:
             return False
         return True

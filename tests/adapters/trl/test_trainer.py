@@ -2,6 +2,7 @@
 """The trainers as a user has them: off, attached, resumed, logged, judged; and the weights of an event."""
 
 import json
+import time
 from unittest import mock
 
 import pytest
@@ -134,8 +135,18 @@ def test_health_is_judged_at_every_step_by_trls_own_metrics(run, capsys):
     assert all("health/state" in log for log in alone["logs"][:-1]) and "gradloc/spikes" not in alone["logs"][0]
 
 
-def test_the_weights_before_the_step_can_be_kept(run, tmp_path):
-    run("watched", plant=TOKEN, gradloc={"evidence": {"checkpoint": "before_step"}})
+def test_the_weights_before_the_step_can_be_kept_and_ranks_meet_while_they_are_written(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradloc.core.ranks._LOOK_EVERY_S", 0.01)
+    met = []
+
+    def prepare(trainer):
+        save, ranks = trainer._save, trainer._watch.ranks
+        every = ranks.all
+        trainer._save = lambda *given, **named: (time.sleep(0.2), save(*given, **named))
+        ranks.all = lambda flag: (met.append(flag), every(flag))[1]
+
+    run("watched", plant=TOKEN, gradloc={"evidence": {"checkpoint": "before_step"}}, prepare=prepare)
+    assert met.count(False) > 3, "or a time-out would end the ranks that wait"
     stopped = run("stock", plant={}, max_steps=4, folder="two", prepare=harness.stop_after(2))
     (folder,) = (tmp_path / "watched" / "gradloc" / "weights").glob("global_step_3/actor")
     kept = transformers.AutoModelForCausalLM.from_pretrained(str(folder)).state_dict()
