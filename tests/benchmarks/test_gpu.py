@@ -8,15 +8,19 @@ import statistics
 
 import pytest
 
-from gradloc.core.memory_plans import PLANS
+from gradloc.core.memory_plans import GIB, PLANS
 from gradloc.forecast import MODELS, PINNING
 from lab.benchmarks.counter import DeviceCounter
 from lab.benchmarks.gpu import __main__ as gpu
 from lab.benchmarks.gpu import cells, forecast
+from lab.benchmarks.run import digest
 from tests.world import REPO
 
 RESULTS = REPO / "lab" / "benchmarks" / "results" / "gpu.json"
-PAGE = (REPO / "docs" / "gpu.md").read_text(encoding="utf-8")
+PAGE, HOW_TO, OBSERVE, README = (
+    (REPO / name).read_text(encoding="utf-8")
+    for name in ("docs/gpu.md", "docs/how-to.md", "docs/observe.md", "README.md")
+)
 
 
 @pytest.mark.full
@@ -74,12 +78,16 @@ def test_the_page_has_the_table_that_the_forecast_makes(capsys):
 
 
 def test_a_whole_search_fits_wherever_training_leaves_an_eighth_of_a_card():
+    """And the pages say the most that it needs, in memory and in time."""
+    most, longest = 0.0, 0.0
     for model in forecast.MODELS.values():
         for count in forecast.GPUS:
             found = forecast.forecast_of(model, count, 16384)
             if found.trained <= forecast.CARD:
                 whole = [found.device(plan) - found.trained for plan in forecast.PLANS if plan.is_full]
                 assert whole == sorted(whole, reverse=True) and min(whole) <= 0.12 * forecast.CARD
+                most, longest = max(most, *whole), max(longest, *map(found.seconds, PLANS[1:3]))
+    assert f"up to {most / GIB:.0f} GiB of a card of 80 GB" in HOW_TO and f"up to {longest:.0f} s by the" in OBSERVE
 
 
 def test_the_seconds_of_the_host_are_those_that_a_card_took():
@@ -87,7 +95,9 @@ def test_the_seconds_of_the_host_are_those_that_a_card_took():
     record = json.loads(RESULTS.read_text(encoding="utf-8"))
     plain, registered = (statistics.median(each["pin_seconds_a_gib"]) for each in record["pinning"])
     assert 2**30 / PINNING == pytest.approx(plain, rel=0.05)
-    assert f"Pinning a GiB takes {plain:.2f} s" in PAGE and f"made it {registered:.2f} s" in PAGE
+    copying = statistics.median(record["pinning"][0]["to_host"] + record["pinning"][0]["back"])
+    assert f"pinning a GiB took {plain:.2f} s, copying it {copying:.2f} s" in PAGE
+    assert f"made it {registered:.2f} s" in PAGE
     cells = [cell for run in record["runs"] for cell in run["cells"] if cell.get("model") == "1.5B bfloat16 x1"]
     took = {cell["way"]: cell["seconds"] for cell in cells if cell["part"] == "room" and cell["tokens"] == 32768}
     found = forecast.forecast_of(MODELS["1.5B"], 1, 32768)
@@ -95,16 +105,40 @@ def test_the_seconds_of_the_host_are_those_that_a_card_took():
 
 
 def test_the_results_are_the_record_s():
-    """The page's figures of spikes are the record's, and it says which parts have not run."""
-    cells = [cell for run in json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] for cell in run["cells"]]
+    """The page's figures are the record's, and it says which parts have not run and whose code the record is of."""
+    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
+    assert all(run["core_sha256"] != digest() for run in runs) == ("with an earlier version" in PAGE)
+    cells = [cell for run in runs for cell in run["cells"]]
+    on_one = [cell for cell in cells if not cell.get("model", "").endswith(" x2")]
     form = PAGE[PAGE.index("## Results") :]
     found = {row[1]: row[3] for line in form.splitlines() if len(row := re.split(r" ?\| ?", line)) > 3}
     assert found.keys() - {"part", "---"} == set(gpu.PARTS)
-    ran = {cell["part"] for cell in cells} | {"two" for cell in cells if cell.get("model", "").endswith(" x2")}
+    ran = {cell["part"] for cell in on_one} | {"two" for cell in cells if cell not in on_one}
     assert all(("not run" in found[part]) == (part not in ran) for part in gpu.PARTS)
+    updates = [cell["update_seconds"] for cell in on_one if "update_seconds" in cell]
+    assert f"{min(updates):.1f} to {max(updates):.1f} s: the device waited" in form
+
     spikes = [cell for cell in cells if "plant" in cell]
     assert all((cell["recall"], cell["false_positives"], cell["is_ok"]) == (1.0, 0, True) for cell in spikes)
     times = [cell["times_update"] for cell in spikes]
-    assert f"takes {min(times):.1f} to {max(times):.1f} times an update" in found["first"]
+    said = f"takes {min(times):.1f} to {max(times):.1f} times an update"
+    assert (
+        said in found["first"] and f"took {said.removeprefix('takes ').replace('times an update', 'updates')}" in README
+    )
+    differ = max((cell["backward_difference"], cell["tokens"]) for cell in cells if cell["cell"] == "repeats")
+    assert f"{100 * differ[0]:.1f} % ({differ[1] // 1024}k)" in found["first"]
+    costs = [100 * cell["cost"] for cell in on_one if cell["cell"] == "tracker"]
+    assert f"it took {min(costs):.1f} to {max(costs):.1f} % of an update" in found["first"]
+    (cost,) = (100 * cell["cost"] for cell in cells if cell["cell"] == "tracker" and cell not in on_one)
+    assert f"The tracker took {cost:.2f} %" in found["two"]
+
+    room = {cell["way"]: cell for cell in cells if cell["part"] == "room"}  # of two runs the later, which has all
+    ways = {way: f"{cell['seconds']:.1f} s, {cell['peak_gib']:.1f} GiB" for way, cell in room.items()}
+    assert all(f"{what}: {ways[way]}" in found["room"] for way, what in {2: "copies, too", 3: "bisection"}.items())
+    assert f"Adam's state on the host: {ways[1]}" in found["room"] and all(cell["is_ok"] for cell in room.values())
+    masked = {cell["tokens"]: cell["difference"] for cell in cells if cell["part"] == "mask"}
+    assert masked[4096] == 0 and f"at 16k it differs by {100 * masked[16384]:.1f} %" in found["mask"]
+    waits = {cell["tokens"]: sum(cell["search"].values()) for cell in cells if cell["part"] == "syncs"}
+    assert f"{waits[4096]} (4k) and {waits[16384]} (16k) times" in found["syncs"]
     under = [1 - cell["peak_gib"] / cell["forecast_gib"] for cell in cells if "peak_gib" in cell]
     assert f"the peak was {round(100 * min(under))} to {round(100 * max(under))} % under" in found["cells"]

@@ -11,12 +11,14 @@ from gradloc.core.ranks import Ranks
 from gradloc.loop.gather import raw_event
 from tests.toy_model import ToyStep, build, random_batch, shard
 from tests.toy_model.events import context_of
+from tests.world import REPO
 
 NUM_RANKS, MICRO_BATCHES, ROWS, LENGTH = 512, 4, 2, 256  # 1,048,576 tokens
 TOKEN_BYTES = 2 * 4  # two float32, of every micro-batch to keep
 ROW_BYTES = 10 * 4 * LENGTH  # log-prob, entropy, coefficient, share: a double and its tag each
 MOST_BYTES, MOST_SECONDS = 8_192, 5.0
 THRESHOLD = 10.0
+PAGES = [(REPO / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "how-to.md")]
 
 
 class OneOfMany(Ranks):
@@ -59,6 +61,9 @@ def test_what_a_rank_sends_of_an_event_does_not_grow_with_the_ranks(context, kee
     print(f"{ranks.num_gathered} bytes a rank gathered, {ranks.num_sent} sent by an owner, {seconds:.2f} s of CPU")
     assert ranks.num_gathered <= TOKEN_BYTES * MICRO_BATCHES * ROWS * LENGTH + MOST_BYTES
     assert ranks.num_sent <= 16 * ROW_BYTES + 4 * MOST_BYTES and seconds <= MOST_SECONDS
+    if not keeps_all:
+        said = f"{ranks.num_gathered / 1e3:.0f} kB", f" {ranks.num_sent / 1e3:.0f} kB"
+        assert all(size in page for size in said for page in PAGES), said
     assert len(event.sequences) == 16 and len(event.event.culprits) == 4
     assert len(event.layout) == NUM_RANKS * MICRO_BATCHES
 

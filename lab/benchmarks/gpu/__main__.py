@@ -2,7 +2,7 @@
 """Check a GPU: repeatability, closure, certificate, recall, cost, memory and waits, on models of random weights.
 
     python -m lab.benchmarks.gpu                              # one GPU: 0.5B, bf16, 4k to 32k tokens, every attention
-    python -m lab.benchmarks.gpu --parts first                # three minutes: is anything wrong at all
+    python -m lab.benchmarks.gpu --parts first                # a minute: is anything wrong at all
     python -m lab.benchmarks.gpu --size 1.5B --tokens 32768
     python -m lab.benchmarks.gpu --forecast                   # no GPU: a search's memory, from sizes only
     torchrun --nproc-per-node 8 -m lab.benchmarks.gpu         # the same step on eight
@@ -34,7 +34,7 @@ from lab.benchmarks.run import as_typed, digest, parser, write
 from lab.output import table
 
 PARTS = ("first", "room", "mask", "syncs", "two", "cells")
-"""Parts in order; the first takes three minutes on a GPU."""
+"""Parts in order; the first takes a minute on a GPU."""
 
 
 def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
