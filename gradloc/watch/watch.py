@@ -68,8 +68,8 @@ _watches: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]]" = wea
 class Watch(Notes):
     """Looks into the optimizer steps of one model, in every process.
 
-    Processes are all alike: each has a rank's side of a search, and the first the driver's, too. They exchange two
-    small messages an optimizer step.
+    Processes are all alike: each has a rank's side of a search, and the first the driver's, too. They exchange
+    three small messages an optimizer step.
 
     It lives as long as the model. A second watch on a model takes the place of the first.
 

@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradloc.config import EvidenceConfig
 from gradloc.core.ranks import Ranks
 from gradloc.loop.batch import BatchView
 from gradloc.loop.gather import RawEntry, RawEvent, RowShare
@@ -311,6 +313,22 @@ def test_a_bundle_has_the_listed_rows_one_after_the_other():
 
 
 # ---- on disk
+
+
+@pytest.mark.parametrize("bundle", ["off", "full"])
+def test_without_text_and_bundle_the_disk_has_no_token_ids_but_the_culprits_own(bundle, tmp_path):
+    ids = batch_of().tensors["input_ids"] + 900_000
+    batch = batch_of(input_ids=ids, responses=ids[:, PROMPT:])
+    settings = SimpleNamespace(root=str(tmp_path), evidence=EvidenceConfig(text="off", bundle=bundle))
+    writer = EventWriter(settings, Run(), LETTERS_OF, {}, "actor")
+    event, _ = writer.write(
+        raw_of(CULPRIT, sequences=[SequenceRecord(row=1, columns={"log_prob": (0.0,) * 8})]), batch, {}
+    )
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert writer.num_failures == 0 and ("batch.safetensors" in {path.name for path in files}) == (bundle == "full")
+    found = {int(number) for path in files for number in re.findall(rb"\b9000\d\d\b", path.read_bytes())}
+    (culprit,) = event.culprits
+    assert found == set(culprit.token_ids) == set(ids[1, PROMPT + 2 : PROMPT + 4].tolist())
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from gradloc.config import ActionConfig
 from gradloc.explain import story
 from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
+from gradloc.search import limit
+from gradloc.watch.counts import StepCounts
 from lab.benchmarks import architectures, counts, links, ranks, unrepeatable, worlds
 from lab.benchmarks.spikes import scoring
 from lab.benchmarks.trigger import __main__ as trigger
@@ -144,6 +147,24 @@ def test_the_price_of_a_healthy_step_is_the_records_on_every_page():
     for name in ("docs/benchmarks.md", "docs/gpu.md"):
         assert said in page(name), (name, said)
     assert f"{100 * min(shares):.1f} to {100 * max(shares):.1f} % more operations on verl" in page("README.md")
+
+
+def test_the_messages_of_a_healthy_step_are_the_record_s_on_every_page():
+    (number,) = {found["a healthy step"]["messages"] for found in record("ranks")["ranks"].values()}
+    words = ["no", "one", "two", "three", "four", "five", "six"]
+    for name in ("docs/observe.md", "docs/any-loop.md"):
+        assert f"{words[number]} small messages" in page(name), name
+    said = f"sums {words[len(StepCounts._fields)]} numbers of each process and sends {words[number - 1]} small messages"
+    assert said in page("docs/trl.md")
+
+
+def test_the_limits_of_a_search_and_of_a_mask_are_the_settings_on_every_page():
+    said = f"An update counts as {limit._LEAST_UPDATE} forwards and {limit._LEAST_SECONDS:.0f} s at least"
+    assert said in page("docs/observe.md") and (limit.MAX_STEPS, limit._LEAST_BISECTION_SECONDS) == (4, 60), (
+        "four, a minute"
+    )
+    said = f"{ActionConfig.max_masked_tokens} tokens or {100 * ActionConfig.max_masked_share:.0f} % of the"
+    assert said in page("docs/how-to.md") and said in page("docs/any-loop.md")
 
 
 def test_the_driver_s_price_is_the_record_s_and_under_a_third_of_a_second():

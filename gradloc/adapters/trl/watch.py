@@ -2,7 +2,7 @@
 """Watches a TRL trainer's steps.
 
 Every process is a trainer there: the rank's side of a search is on each of them, the driver's side on the first. They
-exchange two small messages an optimizer step.
+exchange three small messages an optimizer step.
 """
 
 import hashlib
