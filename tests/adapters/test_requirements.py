@@ -8,6 +8,7 @@ import pytest
 
 from gradloc.adapters.verl_common import requirements as needs
 from gradloc.adapters.verl_common.requirements import CRITIC, TABLE, check_needs, refuse_pictures
+from tests.world import REPO
 
 ACTOR = "actor_rollout_ref.actor"
 EVERYTHING_WORKS = {
@@ -124,3 +125,32 @@ def test_the_analyses_refuse_images_by_their_own_name():
         refuse_pictures(feature, rows)
     with pytest.raises(ValueError, match=f"{feature} does not take batches with multi_modal_inputs"):
         refuse_pictures(feature, ({}, {"pixel_values": [1.0]}))
+
+
+IN_WORDS = {
+    "context_parallel": "dynamic context parallelism",
+    "lora": "LoRA",
+    ".dtype": "any `dtype` but bfloat16",
+    "fp8": "fp8",
+    "fp4": "fp4",
+    "cuda_graph": "CUDA graphs",
+    "megatron_fsdp": "Megatron-FSDP",
+    "optim.optimizer": "any optimizer but",
+    "mtp.": "multi-token prediction",
+    "router_replay": "router replay",
+    "qat.": "quantization-aware training",
+    "dropout": "dropout",
+    "pipeline": "with a pipeline",
+}
+"""Part of a setting's key -> its name on the page; others have their own."""
+
+
+def test_the_page_names_all_that_is_refused_on_megatron():
+    page = (REPO / "docs" / "megatron.md").read_text(encoding="utf-8").partition("## Refused")[2]
+    refused = {need.key for verl, _, need in ROWS if verl == "megatron"}
+    for key in refused:
+        words = [word for part, word in IN_WORDS.items() if part in key] or [
+            key.rpartition(".")[2],
+            key.split("actor.")[-1],
+        ]
+        assert any(word in " ".join(page.split()) for word in words), key

@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.world import REPO
 from tests.world.events import read_events
 
 from .conftest import HERE
@@ -10,6 +11,7 @@ from .layouts import CLIPPED, LAYOUTS, in_layouts
 
 ACTOR = "actor_rollout_ref.actor"
 ON = ["+gradloc=on", f"{ACTOR}.gradloc.trigger.tau=100"]
+PAGE = (REPO / "docs" / "megatron.md").read_text(encoding="utf-8")
 PLANT, OF_TIED = (5, 3, 1e4), (5, 3, -1e4)  # what the ratio does not clip
 NORMS = {"float32": 1e-5, "bfloat16": 2e-2}
 BANDS = {"float32": 0.03, "bfloat16": 0.15}
@@ -31,6 +33,8 @@ def test_a_planted_token_is_named_and_the_run_stays_what_it_was(world, layout, t
     (oracle, *_) = world.run(f"{HERE}.harness.norm_of_transformers", model_dir=folder, dtype=of.dtype)
     rounds = "CP 2" in layout and "by tokens" in layout  # verl floors half of each micro-batch's number of tokens
     assert stock[0]["norms"][0] == pytest.approx(oracle, rel=NORMS["bfloat16" if rounds else of.dtype])
+    if rounds:
+        assert f"verl's own norm is {100 * (stock[0]['norms'][0] / oracle - 1):.1f}% above" in PAGE
     *_, event = read_events(tmp_path)
     (culprit,), shares = event["culprits"], event["shares"]
     assert (culprit["row"], culprit["positions"]) == (5, [3])
