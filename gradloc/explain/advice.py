@@ -233,14 +233,14 @@ def in_force(settings: Settings, actor: Mapping[str, Any]) -> bool:
     return all(_is_set(key, wanted, actor) for key, wanted in settings.items())
 
 
-def _is_set(key: str, wanted: str, actor: Mapping[str, Any]) -> bool:
+def _is_set(key: str, wanted: Any, actor: Mapping[str, Any]) -> bool:
     value: Any = actor if key.startswith(f"{_ACTOR}.") else None
     for name in key.removeprefix(f"{_ACTOR}.").split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     try:
         return math.isclose(float(value), float(wanted))
     except (TypeError, ValueError):
-        return str(value).lower() == wanted.lower()
+        return str(value).lower() == str(wanted).lower()  # on TRL GradLoc's settings are a dict
 
 
 # ---- a loop's lines

@@ -46,6 +46,16 @@ def test_every_cause_and_rule_is_a_golden_event_or_needs_the_run_s_config():
     assert lines(padding, {"policy_loss": {"loss_mode": "clip_cov"}}) == [f"{ACTOR}.policy_loss.loss_mode=vanilla"]
 
 
+@pytest.mark.parametrize("trainer", ["verl 0.9.1", "trl 1.16.0", "loop", "nemo_rl 0.6", None])
+def test_each_event_has_its_advice_whichever_trainer_made_the_run(trainer):
+    told = {}
+    for name in (name for name, case in golden.CASES.items() if "event" in case):
+        found = event(name)
+        told[name] = lines(replace(found, run=replace(found.run, trainer=trainer)))
+    if trainer == "trl 1.16.0":
+        assert told["A rehearsal: the step was asked for"] == ['gradloc={"trigger": {"force_step": None}}']
+
+
 POLICY_MOVED = "The policy moved away from the old one at a token"
 CLAMPED = {"ppo_epochs": 1, "gradloc": {"stabilize": {"token_clip": {"mode": "clamp"}}}}
 
