@@ -413,12 +413,18 @@ class Blocks(Grammar):
 
     @property
     def is_mixed(self) -> bool:
-        num_back = sum(later[0] < row[0] for rows in self.rows.values() for row, later in pairwise(rows))
+        num_back = sum(
+            later[0] < row[0] and not later[1].get("epoch", 0) > row[1].get("epoch", 0)
+            for rows in self.rows.values()
+            for row, later in pairwise(rows)
+        )
         return max(self.num_again, num_back) > sum(map(len, self.rows.values())) / 10
 
     def below(self, process: str, step: int, values: dict[str, float]) -> bool:
         """Adds what a line below a headline says."""
         rows = self.rows[process]
+        if rows and rows[-1][0] == step and not self._is_fresh and rows[-1][1].items() >= values.items():
+            return True  # another rank's
         if rows and rows[-1][0] == step and values.keys().isdisjoint(rows[-1][1]):
             rows[-1][1].update(values)
             return True
@@ -603,12 +609,15 @@ class Headed(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self._word = "epoch"
-        """What the headlines count: a word that comes below another one's headlines makes none of its own."""
+        """What the headlines count: a word that comes below another one's headlines makes none of its own; empty where
+        a line that says a step and no metric is one."""
+        self._more: dict[str, float] = {}
+        """The epoch of the last headline that says one with its step."""
 
     @property
     def is_by_step(self) -> bool:
         """Whether the last headline said a step, not an epoch."""
-        return self._word != "epoch"
+        return self._word not in ("epoch", "")
 
     def take(self, line: str, process: str) -> bool:
         if head := _HEADLINE.search(line):
@@ -619,10 +628,16 @@ class Headed(Blocks):
         values = self.named(line) or pairs(line) if self.steps else {}
         if _wanted(values):
             is_own = not self.is_by_step and "epoch" in values  # it says its epoch itself
+            values |= self._more if self._is_fresh else {}
             return not is_own and self.below(process, self.steps[""], values)
         rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(_RAY.sub("", line)) else []
         if rows and rows[-1][0] == self.steps[""]:
             rows[-1][1].update(values | rows[-1][1])
+        elif not self.is_by_step and (head := HEADED_BY_STEP.search(line)) and head[1].isdecimal():
+            if not _wanted(pairs(line)) and not NOT_TRAINING.search(line):
+                epoch = _EPOCH.search(line)
+                self._more = {"epoch": float(epoch[1])} if epoch else {}
+                self.steps[""], self._is_fresh, self._word = int(head[1]), True, ""
         return bool(rows)
 
 

@@ -58,8 +58,8 @@ class Guessed(Grammar):
                 self.num_kept += 1
 
     def resolve(self) -> None:
-        """Make rows of the lines that are most, where a count says their step; lines with a norm are counted if none
-        does.
+        """Make rows of the lines that are most, where a count says their step; lines with a norm or a training loss
+        are counted if none does.
         """
         most = max(
             self._kept, key=lambda key: (any(map(is_norm, key[0])), sum(map(len, self._kept[key].values()))), default=()
@@ -72,7 +72,8 @@ class Guessed(Grammar):
                 *([row[name] for row in values] for name in shared),
             ]
             rows = _placed(columns, values) if len(lines) >= _FEWEST else []
-            if not rows and len(lines) >= 2 * _FEWEST and any(map(is_norm, most[0])):
+            is_main = any(map(is_norm, most[0])) or any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
+            if not rows and len(lines) >= 2 * _FEWEST and is_main:
                 self.is_counted = True
                 rows = list(enumerate(values, 1))
             if rows:

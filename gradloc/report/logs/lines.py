@@ -37,7 +37,7 @@ from .grammars import (
 )
 from .guessed import Guessed
 from .names import is_norm, number
-from .recording import Recording, Skip, flat
+from .recording import SKIPPED, Recording, Skip, flat
 from .source import Source
 
 _COLOUR, _COLOUR_WITHOUT_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]"), re.compile(r"\[\d{1,3}(?:;\d{1,3})*m")
@@ -53,11 +53,11 @@ _SPELLED = re.compile(  # the letter comes first, and as a set: only that is sca
 _SKIPPED = re.compile(
     r"(overflow(?:!| detected| occurs|\. +skip))"
     r"|skipping (?:the |this )?(?:optimi[sz]er |gradient |weight )?(?:step|updat(?:e|ing))\b"
-    r"|do not update (?:the )?model|grad(?:ient)?[_ ]norm is not finite",
+    r"|do not update (?:the )?model|grad(?:ient)?[_ ]norm is not finite|(reducing dynamic loss scale)",
     re.IGNORECASE,
 )
 _SCALE = re.compile(
-    rf"scale\D{{0,3}}(?: to)?:? *({NUMBER}), reducing to ({NUMBER})|scale to:? *({NUMBER})", re.IGNORECASE
+    rf"scale\D{{0,3}}(?: to| from)?:? *({NUMBER}),?(?: reducing)? to ({NUMBER})|scale to:? *({NUMBER})", re.IGNORECASE
 )
 _NAN_LOSS = re.compile(
     r"diverged with loss|\bloss became (?:infinite|nan)|\bnan loss (?:encountered|during|detected|with)"
@@ -71,8 +71,9 @@ _COMMA = re.compile(r"(?<=[=:\s]\d),(?=\d)|(?<=\d\d),(?=\d)")
 _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
+_COUNTED = re.compile(r"\bstep=(\d{1,12}), skipped=(\d{1,12})\b")
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
-_OF_SKIPS = "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping|result".split("|")
+_OF_SKIPS = "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping|result|skipped=".split("|")
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
     r"|saved checkpoint from iteration +(?P<iteration>\d{1,15}) to (?P<folder>[\w./~-]+)",
@@ -188,8 +189,10 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         if all(skip.is_nan_loss for skip in skips):
             return []
         best.title = "fp16's overflow lines" if any(skip.is_overflow for skip in skips) else "lines of skipped steps"
-        best.is_counted = any(skip.step is None for skip in skips)
-        for count, skip in enumerate(skips, 1):
+        for step, count in skipped.counts:
+            best.add("", step, {SKIPPED: float(count)})
+        best.is_counted = not skipped.counts and any(skip.step is None for skip in skips)
+        for count, skip in enumerate(skips if not skipped.counts else (), 1):
             values = {"loss scale": skip.scale} if skip.scale is not None else {"skipped": 1.0}
             best.add("", count if best.is_counted else skip.step or count, values)
     notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
@@ -220,21 +223,33 @@ def _amount(grammar: Grammar) -> tuple[int, int]:
 
 
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
+_JSON_BEGINS = re.compile(r"^[^{]*[^{\s][^{]*\{\"[^{}]{60,}$")
+"""JSON behind something else, in a line that a terminal has wrapped."""
+_BARS = re.compile(r"\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\|)")
+"""Before each of several progress bars on a line."""
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, those of a dict that pprint has printed over several put together."""
+    """Yield the lines, those of a dict that is printed over several put together, and bars on one line apart."""
     parts: list[str] = []
+    is_wrapped = False
     for line in lines:
-        if parts and line[:1].isalpha():  # of another process
+        if is_wrapped and ("{" in line or len(parts) > 4):
+            yield from [*parts, line]
+            parts, is_wrapped = [], False
+        elif parts and line[:1].isalpha() and not is_wrapped:  # of another process
             yield line
         elif parts:
-            parts.append(line.strip())
+            parts.append(line if is_wrapped else line.strip())
             if "}" in line or len(parts) > 200:
-                yield " ".join(parts)
-                parts = []
+                yield ("" if is_wrapped else " ").join(parts)
+                parts, is_wrapped = [], False
+        elif "%|" in line and line.count("%|") > 1:
+            yield from filter(None, _BARS.split(line))
         elif "{'" in line and line[0] != "(" and _DICT_BEGINS.search(line) or line.strip() == "{":
             parts = [line.rstrip()]
+        elif '{"' in line and _JSON_BEGINS.search(line):
+            parts, is_wrapped = [line], True
         else:
             yield line
     yield from parts
@@ -246,6 +261,8 @@ class _Skipped:
     def __init__(self, grammars: list[Grammar]) -> None:
         self.step: int | None = None
         """The last message on a line without values."""
+        self.counts: list[tuple[int, int]] = []
+        """Steps, and how many of them were skipped, as DeepSpeed counts them."""
         self._grammars = grammars
         self._found: list[tuple[Skip, list[tuple[str, int] | None]]] = []
         self._seen: dict[tuple, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -254,8 +271,13 @@ class _Skipped:
     def take(self, line: str, taken: Grammar | None, process: str = "") -> None:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
         skip = _skip_in(line)
+        if (counts := _COUNTED.search(line)) and len(self.counts) < _MOST_SKIPS:
+            self.counts.append((int(counts[1]), int(counts[2])))
         if skip is None or skip.is_nan_loss and taken or len(self._found) > _MOST_SKIPS:
             return
+        last = self._found[-1][0] if self._found else None
+        if last and skip.before and (last.before, last.scale) == (skip.before, skip.scale) and skip.scale < skip.before:
+            return  # the same one, in other words or of another rank: a scale falls but once from where it is
         step = self.step if taken or skip.step is None else skip.step
         skip = replace(skip, step=step, is_after=taken is None and self.step is None)
         places = [grammar.last for grammar in self._grammars]
@@ -287,7 +309,7 @@ def _skip_in(line: str) -> Skip | None:
     return Skip(
         step=int(drawn[1]) if drawn else None,
         is_after=True,
-        is_overflow=bool(is_end or skipped and skipped[1]),
+        is_overflow=bool(is_end or skipped and (skipped[1] or skipped[2])),
         before=as_float(scale[1]) if scale and scale[1] else None,
         scale=as_float(scale[2] or scale[3]) if scale else None,
         is_lost=_LOST.search(line) is not None,

@@ -22,6 +22,9 @@ Row = tuple[int, dict[str, float]]
 OF_WATCH = "gradloc.Watch's metrics"
 """Title of the file that ``gradloc.Watch`` writes beside a loop."""
 
+SKIPPED = "skipped in all"
+"""Metric: how many steps a trainer has skipped so far."""
+
 
 @dataclass(frozen=True)
 class Skip:

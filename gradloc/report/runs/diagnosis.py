@@ -161,6 +161,9 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     made.kind = worst.kind
     also = [finding.sentence for finding in beyond if finding.kind in ("unfinite", "skipped")]
     made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]
+    losses = [value for step, value in loss_of(run.metrics)[1] if worst.lost and step >= worst.lost[0]]
+    if is_hurt is None and losses and not any(map(math.isfinite, losses)):
+        is_hurt = True
     if _is_overwritten(run, worst):
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(explosions)
@@ -210,6 +213,12 @@ def _calm(judged: Sequence[Sequence[Judged]]) -> str:
             f"None of {plural(len(steps), 'gradient norm')} is above 0: this metric is no norm, or nothing is learned."
         )
     largest, normal = max(steps, key=lambda step: step.norm), median(above)
+    others = [norm for norm in above if norm < largest.norm]
+    if len(steps) < SHORT and others and largest.norm >= EARLY * max(others):
+        return (
+            f"Too short to judge: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step {largest.step} "
+            f"is {number(largest.norm / max(others), 3)} times the largest of the others, {number(max(others), 3)}."
+        )
     if len(steps) < SHORT and largest.norm < EARLY * normal:
         norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
         return f"Too short to judge: {plural(len(steps), 'step')}, of norm {norms}; none of them stands out."
@@ -440,9 +449,14 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
             f"{condition}{'no' if condition else 'No'} checkpoint here is from before step {before} (there is step "
             f"{steps}): start anew, or look for an older one elsewhere."
         ), ""
+    if not known and not run.saved and begins(run) == "start" and before - 1 <= run.segments[0].first:
+        return (
+            f"{condition}{'start' if condition else 'Start'} anew: no checkpoint is from before step {before}. Take a "
+            "smaller learning rate or a longer warm-up, and look at the first batches and the precision."
+        ), ""
     where = str(earlier[-1]) if earlier else ""
     verb = f"{condition}resume" if condition else "Resume"
-    sentence = f"{verb} from your last checkpoint before step {before}"
+    sentence = f"{verb} from your last checkpoint before step {before}{' as counted here' if run.is_counted else ''}"
     saved = max((step for step in run.saved if step < before), default=None)
     if not where and saved is not None and not run.is_counted:
         where = run.saved[saved]

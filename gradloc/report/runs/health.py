@@ -82,6 +82,8 @@ class RunHealth:
         steps = plural(len(self.verdicts), "step")
         if self.is_too_short:
             return f"Too short to judge: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
+        if not self.num_unwell and {*self.judging} <= {"non_finite"}:
+            return f"Finite in all {steps}: {listed(self.metrics, 5)}. No other rule can judge by it."
         if not self.num_unwell:
             return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
         verb = "was" if self.num_unwell == 1 else "were"

@@ -8,13 +8,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 from ...explain.numbers import number
 from ...explain.text import plural
 from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES, VALUE_LOSS
 from ..logs.names import is_training_loss
-from ..logs.recording import Metrics, Skip
+from ..logs.recording import SKIPPED, Metrics, Skip
 from ..logs.segments import LoggedRun
 from .health import LOSSES, ranges
 
@@ -36,6 +36,8 @@ _JUMPS = 40
 VANISHED = 1e-3
 """A loss below this fraction of its first value within ``_SOON`` rows has vanished, if the norm has as well."""
 _SOON = 20
+_USUAL_SCALE = 2**15
+"""Scalers begin at twice this scale, or far above it."""
 _FIRST_SCALE = 2**20
 """No run goes on at such a loss scale: it is one that a scaler begins with."""
 HEIGHT = 1e5
@@ -234,6 +236,13 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     is_search = is_early and count < steps[-1] and (first or 0) <= steps[0] and scales[-1:] > [100]
     is_over = not is_end and (count < 3 or has_rows and (is_search or steps[-1] - (last or steps[0]) >= 10 * count))
     advice = "A few are normal while the scaler finds its scale."
+    if not has_rows and not is_end and len(scales) > 1 and scales[0] >= _USUAL_SCALE and scales[-1] > 100:
+        is_over |= count <= math.log2(scales[0] / scales[-1]) + 2
+        advice = "A new run's scaler finds its scale so: look again if overflows go on below a scale of 100."
+    if counts := run.metrics.known(SKIPPED):
+        number_of, skipped = counts[-1]
+        is_over = not is_end and number_of >= 10 * skipped
+        sentence += f" The trainer counts {plural(int(skipped), 'skipped step')} of {number_of:,}."
     if not is_over:
         advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
     return Sign("" if is_over and has_rows else "skipped", sentence, advice, first)
@@ -276,10 +285,10 @@ def _height(metrics: Metrics) -> Sign | None:
     norms = metrics.norms
     name = next((name for name in LOSSES if metrics.finite(name)), "")
     losses = [abs(value) for value in metrics.finite(name)]
-    if not norms or median(norms) < HEIGHT or not losses or median(losses) > 100:
+    if not norms or median_low(norms) < HEIGHT or not losses or median(losses) > 100:
         return None
     sentence = (
-        f"{metrics.own_norm} is {number(median(norms), 3)} in the median of {plural(len(norms), 'row')}, and "
+        f"{metrics.own_norm} is {number(median_low(norms), 3)} in the median of {plural(len(norms), 'row')}, and "
         f"{metrics.own(name)} is {number(median(losses), 2)}: no run trains at such a norm."
     )
     advice = (
