@@ -72,8 +72,8 @@ class Guessed(Grammar):
                 *([row[name] for row in values] for name in shared),
             ]
             rows = _placed(columns, values) if len(lines) >= _FEWEST else []
-            is_main = any(map(is_norm, most[0])) or any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
-            if not rows and len(lines) >= 2 * _FEWEST and is_main:
+            is_main = any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
+            if not rows and len(lines) >= 2 * _FEWEST and (is_main or any(map(is_norm, most[0]))):
                 self.is_counted = True
                 rows = list(enumerate(values, 1))
             if rows:

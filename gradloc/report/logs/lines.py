@@ -73,7 +73,9 @@ _AT_MINIMUM = re.compile(
 )
 _COUNTED = re.compile(r"\bstep=(\d{1,12}), skipped=(\d{1,12})\b")
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
-_OF_SKIPS = "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping|result|skipped=".split("|")
+_OF_SKIPS = (
+    "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping|result|skipped=".split("|")
+)
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
     r"|saved checkpoint from iteration +(?P<iteration>\d{1,15}) to (?P<folder>[\w./~-]+)",

@@ -71,7 +71,9 @@ _NORM = re.compile(
 _NEARLY_NORM = re.compile("norm|grad|gn|grdn")  # what each name of a norm holds: most others need no further look
 _BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad|gn")
 """Whole names of norms that do not say "gradient"."""
-_SETTING = re.compile(r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|finite|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE)
+_SETTING = re.compile(
+    r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|finite|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE
+)
 _PART = re.compile(
     r"after_?clip|post_?clip|(?<!un)clipped|critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)"
     r"|[/._](?:\d+|[qkv])[/._]"

@@ -216,8 +216,8 @@ def _calm(judged: Sequence[Sequence[Judged]]) -> str:
     others = [norm for norm in above if norm < largest.norm]
     if len(steps) < SHORT and others and largest.norm >= EARLY * max(others):
         return (
-            f"Too short to judge: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step {largest.step} "
-            f"is {number(largest.norm / max(others), 3)} times the largest of the others, {number(max(others), 3)}."
+            f"Too short to judge: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step "
+            f"{largest.step} is {number(largest.norm / max(others), 3)} times the largest of the others, {number(max(others), 3)}."
         )
     if len(steps) < SHORT and largest.norm < EARLY * normal:
         norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
