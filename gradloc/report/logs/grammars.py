@@ -34,6 +34,7 @@ _HEADED = re.compile(
     r"(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?: count)?(?=\W{0,3}\d+\s*/))\b"
     rf"(?:\(\w+\))?{_STEP}"
     r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\](?!\s*\[)"  # [73/120]
+    r"|^(?:\[[\d:]+\] )?\[(\d{1,15})\]\s+(?=[a-z][\w-]*:)"  # [73]  train-logloss:0.4, as XGBoost has it
     r"|^\s*(\d{1,15})/\d+[ :,|]+(?:\[[=>. ]*\]|[━╸╺]+|(?=[a-z(]))"  # 73/120 [====>....], as Keras has it
     r"|[━╸╺]\s+(\d{1,15})/\d+\s+\d+:\d\d:"  # ━━━╸ 73/120 0:01:10, as rich draws a bar
     r"|\bit(?:[=:]\s*| )(\d{1,15})(?=[ ,]|\s*\|)"
@@ -139,7 +140,9 @@ _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train:
     re.IGNORECASE,
 )
 _STEP_COLUMNS = {"epoch", "step", "iter", "iteration", "itn.", "e", "#"}
-_LOSS_COLUMN = re.compile(r"loss|rmse_", re.IGNORECASE)
+_LOSS_COLUMN = re.compile(r"loss|rmse_|\bbox +obj +cls\b", re.IGNORECASE)
+_OF_BOXES = {"box": "box_loss", "obj": "obj_loss", "cls": "cls_loss"}
+"""Losses in YOLOv5's heads."""
 _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
 _BAR = re.compile(r"(\d{1,15})(?:/[\d?]+ \[[\d:]+<[^\],]*|it \[[\d:]+),\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
@@ -658,7 +661,7 @@ class ConsoleTable(Grammar):
             cells = cells[1:]
         if len(cells) > 2 and cells[0].lower() in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
             wide = re.split(r"\s{2,}|\t", line.strip().removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
-            self.names = wide if len(wide) > 2 else cells
+            self.names = [_OF_BOXES.get(name, name) for name in (wide if len(wide) > 2 else cells)]
             if any(number(name) is not None for name in self.names):
                 self.names = []
             counts = [at for at, name in enumerate(self.names) if name.lower() in _STEP_COLUMNS - {"epoch", "e"}]
@@ -701,6 +704,9 @@ class Bar(Grammar):
         if epoch := _EPOCH.search(line, 0, bar.start()):
             values.setdefault("epoch", float(epoch[1]))
         rows = self.rows[process]
+        if step == 0 and rows:  # not begun: it still has the values of the epoch before
+            self.num_drawn += sum(map(is_norm, values))
+            return True
         is_drawn_again = rows and rows[-1][0] == step and rows[-1][1].get("epoch") == values.get("epoch")
         if is_drawn_again:  # the last one has the step's own values
             rows[-1][1].update(values)

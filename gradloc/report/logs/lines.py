@@ -227,8 +227,8 @@ def _amount(grammar: Grammar) -> tuple[int, int]:
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 _JSON_BEGINS = re.compile(r"^[^{]*[^{\s][^{]*\{\"[^{}]{60,}$")
 """JSON behind something else, in a line that a terminal has wrapped."""
-_BARS = re.compile(r"\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\|)")
-"""Before each of several progress bars on a line."""
+_BARS = re.compile(r"\^M|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\|)")
+"""Before each of several progress bars on a line; a carriage return, as a pager shows it."""
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
@@ -246,8 +246,10 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             if "}" in line or len(parts) > 200:
                 yield ("" if is_wrapped else " ").join(parts)
                 parts, is_wrapped = [], False
-        elif "%|" in line and line.count("%|") > 1:
+        elif "%|" in line and (line.count("%|") > 1 or "^M" in line):
             yield from filter(None, _BARS.split(line))
+        elif "{" not in line:
+            yield line
         elif "{'" in line and line[0] != "(" and _DICT_BEGINS.search(line) or line.strip() == "{":
             parts = [line.rstrip()]
         elif '{"' in line and _JSON_BEGINS.search(line):

@@ -47,9 +47,9 @@ _REWARD_WORDS = {"reward", "rewards", "rew", "score", "scores"}
 _OF_REWARD = {*"mean avg average total raw task all env ep episode episodic".split()}
 """Words that a reward's name may have next to one of these; any other says that it is a part or a spread of it."""
 LOSS = "actor/pg_loss"
-_LOSS = re.compile(r"(?:^|_)(?:loss(?:es)?|crossentropy|cross_entropy|nll|xent)(?:_|$)")
+_LOSS = re.compile(r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent)(?:_|$)")
 _NO_LOSS = re.compile(
-    r"\b(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
+    r"(?<![a-z])(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
     r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
 )
 """Names of losses that belong to an evaluation or to one part of the model."""
@@ -238,7 +238,7 @@ def is_training_loss(name: str) -> bool:
     (True, False, False)
     """
     plain = _plain(name)
-    is_other = plain.startswith(("eval", "val_", "valid", "test")) or "scale" in plain
+    is_other = re.search(r"(?:^|_)(?:eval|val|valid|validation|test)_|^(?:eval|valid|test)|scale", plain) is not None
     return not is_other and (_LOSS.search(plain) is not None or plain == "value")
 
 

@@ -24,7 +24,7 @@ from ..logs.formats import LOGLIKE
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
-from .health import ranges
+from .health import LOSSES, ranges
 from .signals import (
     EFFECTS,
     Sign,
@@ -161,7 +161,8 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     made.kind = worst.kind
     also = [finding.sentence for finding in beyond if finding.kind in ("unfinite", "skipped")]
     made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]
-    losses = [value for step, value in loss_of(run.metrics)[1] if worst.lost and step >= worst.lost[0]]
+    loss = run.metrics.first(LOSSES)
+    losses = [value for step, value in run.metrics.logged(loss) if worst.lost and step >= worst.lost[0]]
     if is_hurt is None and losses and not any(map(math.isfinite, losses)):
         is_hurt = True
     if _is_overwritten(run, worst):
@@ -215,9 +216,10 @@ def _calm(judged: Sequence[Sequence[Judged]]) -> str:
     largest, normal = max(steps, key=lambda step: step.norm), median(above)
     others = [norm for norm in above if norm < largest.norm]
     if len(steps) < SHORT and others and largest.norm >= EARLY * max(others):
+        times, highest = number(largest.norm / max(others), 3), number(max(others), 3)
         return (
             f"Too short to judge: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step "
-            f"{largest.step} is {number(largest.norm / max(others), 3)} times the largest of the others, {number(max(others), 3)}."
+            f"{largest.step} is {times} times the largest of the others, {highest}."
         )
     if len(steps) < SHORT and largest.norm < EARLY * normal:
         norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"

@@ -40,6 +40,8 @@ _USUAL_SCALE = 2**15
 """Scalers begin at twice this scale, or far above it."""
 _FIRST_SCALE = 2**20
 """No run goes on at such a loss scale: it is one that a scaler begins with."""
+BLOWN = 1000.0
+"""Multiple of a loss's first value at which a run that ends there has diverged."""
 HEIGHT = 1e5
 """A usual norm of this size is none to train at, where the loss is an ordinary number."""
 
@@ -132,7 +134,7 @@ def findings(run: LoggedRun) -> list[Sign]:
     """Find what is wrong with a run apart from single norms, the surest first."""
     metrics = run.metrics
     found = [*_not_finite(run), _reported(run), _skipped(run), _vanished(metrics), _height(metrics)]
-    found.append(_collapse(metrics) or _loss_spike(metrics))
+    found.append(_collapse(metrics) or _loss_spike(metrics) or _blown_up(metrics))
     return [finding for finding in found if finding is not None and finding.kind]
 
 
@@ -396,6 +398,22 @@ def _parted(metrics: Metrics) -> Sign | None:
             last, step = known[at - 1][0], known[at][0]
             sentence = f"{own} is at most {was} up to step {last}, and at least {now} from step {step} on."
             return Sign("fell", sentence, "", step, last + 1)
+    return None
+
+
+def _blown_up(metrics: Metrics) -> Sign | None:
+    """Find a loss, of a part of the model or of all, that ends at over a thousand times its first value."""
+    for name in filter(is_training_loss, metrics.own_names):
+        known = metrics.known(name)
+        times = known[-1][1] / known[0][1] if known and known[0][1] > 0 else 0.0
+        if times > BLOWN and known[-1][1] > 1:
+            step = next(step for step, value in known if value > 10 * known[0][1])
+            before = max(earlier for earlier, _ in known if earlier < step) + 1
+            sentence = (
+                f"{name} rose from {number(known[0][1], 3)} at step {known[0][0]} to {number(known[-1][1], 3)} at step "
+                f"{known[-1][0]}, the last."
+            )
+            return Sign("fell", sentence, "", step, before)
     return None
 
 
