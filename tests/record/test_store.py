@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -46,12 +47,20 @@ def test_event_names_are_unique_when_a_resumed_run_passes_a_step_again(tmp_path)
     assert [path.name for path in (tmp_path / "events").iterdir()] == [first]
 
 
-def test_who_may_read_an_event_may_replay_it(tmp_path):
-    store = EventStore(str(tmp_path))
-    with store.new_event(7, 0, 1) as name:
-        folder = tmp_path / store.write_folder(name, {"x": torch.ones(2)}, {"meta": {}})
-    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
-    assert modes["batch.safetensors"] == modes["meta.json"]
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_who_may_read_what_is_written_is_the_umask_s_to_say(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        store = EventStore(str(tmp_path / "run"))
+        with store.new_event(7, 0, 1) as name:
+            store.write_folder(name, {"x": torch.ones(2)}, {"meta": {}})
+            store.append(Event(event_id=name))
+    finally:
+        os.umask(before)
+    written = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "run").rglob("*") if path.name[0] != "."}
+    assert {"batch.safetensors", "meta.json", "events.jsonl"} <= {path.name for path in written}
+    for path, mode in written.items():
+        assert mode == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
 @pytest.mark.parametrize(

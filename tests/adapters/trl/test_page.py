@@ -3,10 +3,12 @@
 
 import re
 
+import trl
+
 from tests.adapters.trl import harness
 from tests.world import REPO
 
-PAGE = (REPO / "docs" / "trl.md").read_text(encoding="utf-8")
+PAGE, OBSERVE = ((REPO / "docs" / name).read_text(encoding="utf-8") for name in ("trl.md", "observe.md"))
 
 
 def test_the_example_trains(tmp_path, monkeypatch, capsys):
@@ -20,3 +22,8 @@ def test_the_example_trains(tmp_path, monkeypatch, capsys):
     assert made["trainer"].state.global_step == 2
     assert "gradloc/spikes" in made["trainer"].state.log_history[0]
     assert f"gradloc: on (observe); events go to {tmp_path}/out/gradloc" in capsys.readouterr().out
+
+
+def test_how_long_peers_wait_is_trls_own_setting(tmp_path):
+    args = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    assert f"TRL's `ddp_timeout` ({args.ddp_timeout} s)" in OBSERVE
