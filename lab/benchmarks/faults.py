@@ -425,6 +425,14 @@ def _paused(fault: Fault, pause_s: float) -> Fault:
     return fault if pause_s == PAUSE_S else replace(fault, kind=f"{fault.kind} for {pause_s:.0f} s")
 
 
+def _begin_anew(record: Record, trainer: str, core: str) -> None:
+    """Drop a trainer's outcomes on another core than this: a record is of one core for each trainer."""
+    if record["core_sha256"].get(trainer) != core:
+        kept = {key: outcome for key, outcome in record["outcomes"].items() if not key.startswith(f"{trainer} | ")}
+        record["outcomes"] = kept
+        record["core_sha256"][trainer] = core
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases that are not in the record, and print the table; the exit code is 1 if an outcome is bad."""
     options = parser("faults", __doc__)
@@ -435,18 +443,20 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--table", action="store_true", help="print the record's table, and run nothing")
     parsed = options.parse_args(arguments)
     path = parsed.out / "faults.json"
-    record: Record = json.loads(path.read_text()) if path.exists() else {"outcomes": {}}
+    record: Record = json.loads(path.read_text()) if path.exists() else {"core_sha256": {}, "outcomes": {}}
+    core = digest()
     for trainer in () if parsed.table else [parsed.trainer] if parsed.trainer else installed():
         with TemporaryDirectory() as folder:
             trial = Trial(trainer, Path(folder), parsed.pause)
             wanted = [each for each in trial.cases[:: parsed.every] if each.kind.startswith(parsed.kind)]
             keys = {each: f"{trainer} | {_paused(each, parsed.pause).key}" for each in wanted}
+            _begin_anew(record, trainer, core)
             todo = [each for each in wanted if keys[each] not in record["outcomes"]]
             progress = Progress(len(todo))
             for fault in todo:
                 if outcome := trial.outcome(fault):
                     record["outcomes"][keys[fault]] = outcome
-                    write({**record, "core_sha256": digest()}, parsed.out, "faults")
+                    write(record, parsed.out, "faults")
                 progress.step(f"{trainer}, {fault.key}: {outcome or 'it did not come there'}")
             trial.close()
     print(markdown(record))

@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,31 @@ def test_a_run_goes_on_with_the_step_of_its_mode_or_ends_with_a_sentence(tmp_pat
 @pytest.mark.slow
 def test_so_it_is_with_every_fault(tmp_path):
     assert faults.main(["--out", str(tmp_path)]) == 0
+
+
+class _Trial(SimpleNamespace):
+    """Cases that all go on."""
+
+    cases = [Fault("SIGTERM", "act"), Fault("SIGTERM", "gather")]
+    tried: list[str] = []
+
+    def outcome(self, fault: Fault) -> str:
+        self.tried.append(fault.place)
+        return f"{GOOD[0]}as it was"
+
+
+@pytest.mark.parametrize(("core", "num_tried"), [("same", 1), ("other", 2)])
+def test_a_record_is_resumed_on_the_core_that_it_was_begun_on(tmp_path, monkeypatch, core, num_tried):
+    trainer, other, tried = "TRL, DDP", "verl 0.7, FSDP2 | SIGTERM | act | 1 | rank 0 | observe", []
+    known = {f"{trainer} | {_Trial.cases[0].key}": GOOD[1], other: GOOD[0]}
+    record = {"core_sha256": {trainer: "same", "verl 0.7, FSDP2": "same"}, "outcomes": known}
+    (tmp_path / "faults.json").write_text(json.dumps(record))
+    monkeypatch.setattr(faults, "digest", lambda: core)
+    monkeypatch.setattr(faults, "Trial", lambda *_: _Trial(tried=tried, close=lambda: None))
+    assert faults.main(["--out", str(tmp_path), "--trainer", trainer]) == 0
+    found = json.loads((tmp_path / "faults.json").read_text())
+    assert len(tried) == num_tried and len(found["outcomes"]) == 3 and found["outcomes"][other] == GOOD[0]
+    assert found["core_sha256"] == {trainer: core, "verl 0.7, FSDP2": "same"}
 
 
 def test_the_page_has_the_record_and_no_outcome_is_bad():
