@@ -110,7 +110,7 @@ class ClipTap:
             self.is_written = self._followed[1] != before
 
     def take_engine(self, limit: float) -> None:
-        """Take the step for one that its engine clips to this limit, behind our look."""
+        """Take the step for one that its engine clips to this limit, after our check."""
         self.pending, self._raw, self._own_limit, self.limit = [], None, None, limit
 
     def norm(self, space: GradientSpace, given: torch.Tensor | None = None) -> torch.Tensor:

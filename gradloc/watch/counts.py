@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a step on all ranks, exchanged by one small sum before a look."""
+"""The sizes of a step on all ranks, exchanged by one small sum before it is checked."""
 
 from typing import Any, NamedTuple
 

@@ -154,13 +154,13 @@ class MegatronEngine:
             self._space = LoopSpace(self.chunks, self.optimizer, ranks)
         return self._space
 
-    def on_step(self, look: Callable[[], None]) -> None:
-        """Wrap the optimizer's step: call ``look`` before its clip, and take no step if ``look`` left no gradient."""
+    def on_step(self, check: Callable[[], None]) -> None:
+        """Wrap the optimizer's step: call ``check`` before its clip, and take no step if ``check`` left no gradient."""
         optimizer = self.optimizer
         take_step, norm_of, take = optimizer.step, optimizer.get_grad_norm, optimizer.step_with_ready_grads
 
         def get_grad_norm() -> Any:
-            look()
+            check()
             return norm_of()
 
         def step_with_ready_grads() -> Any:

@@ -131,10 +131,10 @@ class Watch(Notes):
         self.number = 0
         """The number of optimizer steps so far, or the trainer's own."""
         self._last_optimizer: Callable[[], Any] = lambda: None  # that took a step, weakly
-        self._num_steps = self._num_looks = 0
+        self._num_steps = self._num_checked = 0
         self._withheld = Withheld()
-        self._has_looked = False
-        """Whether :meth:`look` was called for the step that is about to be taken."""
+        self._is_checked = False
+        """Whether :meth:`check_step` was called for the step that is about to be taken."""
         self._next_number: int | None = None
         self._before: Gradient | None = None
         self._handles: list[Any] = []
@@ -215,8 +215,8 @@ class Watch(Notes):
             norm = plain(torch.nn.utils.clip_grad_norm_(outer.parameters(), limit))
         if self._leaves_to_scaler(norm):
             return norm
-        self._has_looked = True
-        return self.look(norm)
+        self._is_checked = True
+        return self.check_step(norm)
 
     def _leaves_to_scaler(self, norm: torch.Tensor) -> bool:
         """Return whether an overflow of fp16 may be the scale's alone: then the loop's scaler takes no step.
@@ -230,8 +230,10 @@ class Watch(Notes):
         is_unknown = any(each.coefficient is None and not each.has_log_probs for each in done)
         return all(self.ranks.max([float(is_scaled), float(is_unknown)]))
 
-    def look(self, norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Look into the step that is about to be taken; the tap on the optimizer calls it.
+    def check_step(self, norm: torch.Tensor | None = None) -> torch.Tensor:
+        """Check whether the step that is about to be taken spikes; if so, search and act.
+
+        The tap on the optimizer calls this. A failure of ours ends the watching, and not the run.
 
         Args:
             norm: of its gradient before clipping, where it is known.
@@ -246,7 +248,7 @@ class Watch(Notes):
         if self.localizer is None:
             return unknown
         try:
-            return self._look(norm, unknown)
+            return self._handle_step(norm, unknown)
         except AbortedBySpike:
             raise
         except Exception as error:
@@ -265,7 +267,7 @@ class Watch(Notes):
         self.localizer.begin_update(None, self.space, are_all_here=False)
         self.localizer.begin_mini_batch(self.step)
 
-    def _look(self, norm: torch.Tensor | None, unknown: torch.Tensor) -> torch.Tensor:
+    def _handle_step(self, norm: torch.Tensor | None, unknown: torch.Tensor) -> torch.Tensor:
         """Ask the driver whether the step spikes, look into it, and send the driver what was found."""
         if self.step is not None:
             self.step.take(self.tap.take_done())
@@ -274,7 +276,7 @@ class Watch(Notes):
             return unknown
         if self.step is None:  # another rank has micro-batches
             self._begin_step()
-        self._num_looks += 1
+        self._num_checked += 1
         self.scales_loss = any(counts.scaled)
         self.takes_what_is_not_finite = not self.scales_loss
         self._settle_outer()
@@ -293,7 +295,7 @@ class Watch(Notes):
             with torch.enable_grad():  # the loop may clip without
                 localizer.ask_replicas()
                 policy, decided = self._policy(counts, norm)
-                policy = None if policy is None else self.before_look(decided, policy)
+                policy = None if policy is None else self.prepare_search(decided, policy)
                 taken = localizer.before_step(decided, policy)
                 localizer.end_update()
                 analysed = self._analyse(float(decided))
@@ -430,13 +432,13 @@ class Watch(Notes):
         """Join all ranks' rows to one batch."""
         return view_of(by_rank)
 
-    def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
-        """Put the gradient back as it was before clipping, run again from the taps, if the step spikes.
+    def prepare_search(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
+        """If the step spikes, put its gradient back as it was before clipping, run again from the taps.
 
         All ranks call this together: each has as many micro-batches.
 
         Returns:
-            The policy; None: no look.
+            The policy; None: do not search.
         """
         assert self.localizer is not None
         value = float(norm)
@@ -534,7 +536,7 @@ class Watch(Notes):
             return
         self.tap.whole = getattr(engine, "whole", self.tap.whole)
         self.tap.around_pass = partial(_to, reference, "_in_pass")
-        engine.on_step(partial(_to, reference, "_look_before_step", engine.optimizer))
+        engine.on_step(partial(_to, reference, "_check_before_step", engine.optimizer))
 
     @contextmanager
     def _in_pass(self, is_last: bool) -> Iterator[None]:
@@ -592,29 +594,29 @@ class Watch(Notes):
         if torch._C._current_graph_task_id() != -1:
             self._tell_once("the optimizer steps inside of the backward, so no gradient is whole: nothing is watched")
             return None
-        with_look = call_after_closure(args, kwargs, partial(self._look_before_step, optimizer))
-        if with_look is None:
-            self._look_before_step(optimizer)
+        with_check = call_after_closure(args, kwargs, partial(self._check_before_step, optimizer))
+        if with_check is None:
+            self._check_before_step(optimizer)
             if self.localizer is not None and any(spike.taken == "skip" for spike in self.localizer.outcomes):
                 self._withheld.take(optimizer)
-        return with_look
+        return with_check
 
     def _after_step(self, *_: Any) -> None:
         self._withheld.give_back()
 
-    def _look_before_step(self, optimizer: Any) -> None:
+    def _check_before_step(self, optimizer: Any) -> None:
         if self.engine is not None:
             self._num_steps += 1
         else:
             self.follow(optimizer)
-        if not self._has_looked:  # else the ranks would meet once more, for nothing
-            self.look()
-        self._has_looked = False
+        if not self._is_checked:  # else the ranks would meet once more, for nothing
+            self.check_step()
+        self._is_checked = False
         if self._num_steps == 1 and not self.tap.num_seen:
             self.tap.listen_to_methods()
-        if not self._num_looks and optimizer is self.optimizer:
+        if not self._num_checked and optimizer is self.optimizer:
             self.number += 1
-        if self._num_steps == _EARLY and not self._num_looks:
+        if self._num_steps == _EARLY and not self._num_checked:
             self._tell_once(self._why_nothing())
 
     def _why_nothing(self) -> str:
@@ -637,8 +639,8 @@ class Watch(Notes):
         return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
 
     def _settle_outer(self) -> None:
-        """Check at the first look that the model is shared over processes as a search needs it."""
-        if self._num_looks > 1 or self.localizer is None:
+        """Check at the first step that the model is shared over processes as a search needs it."""
+        if self._num_checked > 1 or self.localizer is None:
             return
         outer = self.tap.outer
         is_wrapped = isinstance(outer, DistributedDataParallel | FSDP1 | FSDPModule)

@@ -77,12 +77,12 @@ class ZeroEngine:
 
     # ---- the optimizer's step
 
-    def on_step(self, look: Callable[[], None]) -> None:
-        """Wrap the optimizer's step: call ``look`` first, and take no step if ``look`` left no gradient."""
+    def on_step(self, check: Callable[[], None]) -> None:
+        """Wrap the optimizer's step: call ``check`` first, and take no step if ``check`` left no gradient."""
         take_step = self.optimizer.step
 
         def step(*args: Any, **given: Any) -> Any:
-            look()
+            check()
             if any(gradients is not None for gradients in self.optimizer.averaged_gradients.values()):
                 return take_step(*args, **given)
             self.reset()

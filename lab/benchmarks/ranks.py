@@ -163,11 +163,11 @@ def _train(size: int, folder: str, settings: dict[str, Any]) -> tuple[list[float
 
 
 class _Meter:
-    """Counts processor time of looks, less that of the model's passes."""
+    """Counts processor time of checked steps, less that of the model's passes."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._patches = [mock.patch.object(Watch, "look", self._timed(Watch.look, 1.0))]
+        self._patches = [mock.patch.object(Watch, "check_step", self._timed(Watch.check_step, 1.0))]
         self._patches.append(
             mock.patch.object(Prober, "_run_on_all_ranks", self._timed(Prober._run_on_all_ranks, -1.0))
         )

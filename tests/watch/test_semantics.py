@@ -443,7 +443,7 @@ def test_a_step_after_our_clip_is_not_looked_into_again(tmp_path, monkeypatch):
     monkeypatch.setattr(made.optimizer, "step", lambda *given, **more: (counts.append(len(meetings)), step())[1])
     made.run(2)
     after = [*counts[1:], len(meetings)]
-    made.watch.look()
+    made.watch.check_step()
     assert len(meetings) == after[-1] + 1, "a look meets once at least"
     assert counts[0] > 0 and after[-1] == counts[-1], "the ranks met in the optimizer's step"
 

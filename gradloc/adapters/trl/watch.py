@@ -98,9 +98,9 @@ class TrainerWatch(Watch):
 
     def before_step(self, norm: Any) -> Any:
         """Look in between clipping and step; returns the norm of the gradient that the optimizer takes."""
-        self.metrics, self._next_number, self._has_looked = {}, self.trainer.state.global_step + 1, True
+        self.metrics, self._next_number, self._is_checked = {}, self.trainer.state.global_step + 1, True
         try:
-            taken = self.look(norm)
+            taken = self.check_step(norm)
             if self.monitor is not None:
                 self._judge(norm, self.metrics)
         finally:
@@ -112,10 +112,10 @@ class TrainerWatch(Watch):
     def make_step(self) -> TrlStep:
         return TrlStep(self.trainer, self.tap, self.ranks)
 
-    def before_look(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
+    def prepare_search(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
         """Skip the check of the replayed gradient where log-probs were recorded: TRL clips once and changes no gradient
         otherwise."""
-        return policy if self.step.has_log_probs else super().before_look(norm, policy)
+        return policy if self.step.has_log_probs else super().prepare_search(norm, policy)
 
     def view(self, by_rank: Any) -> BatchView:
         self.driver.notifier.trackers = trackers_of(self.trainer)
