@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.step import Recorded
-from .forwarded import Forwarded, Graph, HeadCall
+from .forwarded import Graph, HeadCall, RecordedForward
 from .head import SMALL, chunks, logit_gradient
 from .step import LoopStep
 
@@ -54,7 +54,7 @@ class HeadPull(NamedTuple):
 class AnewMicroBatch:
     """One forward, and the loss's derivatives by each call of a head."""
 
-    forwarded: Forwarded
+    forwarded: RecordedForward
     asked: Sequence[HeadPull]
     recorded: TapRecorded = field(init=False)
 

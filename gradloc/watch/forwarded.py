@@ -88,7 +88,7 @@ class StageTokens(NamedTuple):
         return is_low if self.takes_low else ~is_low
 
 
-class Forwarded:
+class RecordedForward:
     """One training forward: what it was given, and what its backward left.
 
     Args:
@@ -210,7 +210,7 @@ def detached(grad: torch.Tensor) -> torch.Tensor:
     return grad.detach() if grad.requires_grad else grad
 
 
-def count_backward(done: list[Forwarded], has_gradient: bool) -> bool:
+def count_backward(done: list[RecordedForward], has_gradient: bool) -> bool:
     """Count the backward that just ended, or drop it where it is no part of the step, and return whether it is one.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
-from .forwarded import Forwarded
+from .forwarded import RecordedForward
 
 
 class Scalars:
@@ -26,11 +26,11 @@ class Scalars:
     def __len__(self) -> int:
         return len(self.places) + len(self.attributes)
 
-    def hook(self, present: Forwarded, index: int, value: torch.Tensor) -> None:
+    def hook(self, present: RecordedForward, index: int, value: torch.Tensor) -> None:
         """Keep the gradient of the value with this number in the forward's ``model_auxiliary``, (K,) of K scalars."""
         value.register_hook(partial(self._keep, present, index))
 
-    def hook_attributes(self, present: Forwarded) -> None:
+    def hook_attributes(self, present: RecordedForward) -> None:
         """Hook aliases of the attributes: the model may have used the values themselves."""
         for index, attribute in enumerate(self.attributes, len(self.places)):
             if (value := attribute.alias()) is not None:
@@ -46,7 +46,7 @@ class Scalars:
         found += [value for attribute in self.attributes if (value := attribute.value) is not None]
         return torch.stack(found) if found and len(found) == len(self) else None
 
-    def _keep(self, present: Forwarded, index: int, grad: torch.Tensor) -> None:
+    def _keep(self, present: RecordedForward, index: int, grad: torch.Tensor) -> None:
         coefficients = grad.new_zeros(len(self))
         coefficients[index] = grad
         present.add("model_auxiliary", coefficients)

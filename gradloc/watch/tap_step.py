@@ -30,7 +30,7 @@ from ..core.ranks import Ranks
 from ..core.step import Details, Outputs, Recorded, TrainingStep, only
 from ..loop.batch import NO_TOKEN, Rows, joined
 from .anew import TapRecorded, follow_weights, keep_first
-from .forwarded import Forwarded, Graph, returned_log_probs
+from .forwarded import Graph, RecordedForward, returned_log_probs
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
 from .rows import attention_mask, summaries
 from .step import LoopStep
@@ -47,7 +47,7 @@ _TINY = 1e-30  # in place of a size of 0
 class TapMicroBatch:
     """One forward of the step, what the loop noted about it, and the record of its passes."""
 
-    forwarded: Forwarded
+    forwarded: RecordedForward
     mask: torch.Tensor
     """bool (B, T')."""
     ids: torch.Tensor
@@ -140,7 +140,7 @@ class TapStep(LoopStep):
         """Whether the model returned the log-probs that the loss is made of, in all micro-batches."""
         return self.form == FORMS[0]
 
-    def take(self, forwards: Sequence[Forwarded]) -> None:
+    def take(self, forwards: Sequence[RecordedForward]) -> None:
         """Make a micro-batch of each forward that had a backward."""
         has_log_probs = bool(forwards) and all(each.has_log_probs for each in forwards)
         self.form = FORMS[0] if has_log_probs else FORMS[1]
@@ -149,7 +149,7 @@ class TapStep(LoopStep):
         ]
 
     @staticmethod
-    def _with_log_probs(forwarded: Forwarded) -> TapMicroBatch:
+    def _with_log_probs(forwarded: RecordedForward) -> TapMicroBatch:
         """Return the micro-batch of a forward that returned log-probs; TRL's also has labels, of the next tokens."""
         whole, known, labels = forwarded.recorded, forwarded.known, forwarded.kwargs.get("labels")
         assert whole is not None and whole.log_prob_coefficient is not None
@@ -170,7 +170,7 @@ class TapStep(LoopStep):
             setattr(recorded, name, None if value is None else value[:, start:])
         return TapMicroBatch(forwarded, mask, ids, recorded, start=start)
 
-    def _without_log_probs(self, forwarded: Forwarded) -> TapMicroBatch:
+    def _without_log_probs(self, forwarded: RecordedForward) -> TapMicroBatch:
         """Return the micro-batch of any other forward; reads nothing from the device and runs nothing."""
         assert forwarded.norms is not None
         norms, known, width = forwarded.norms, forwarded.known, forwarded.positions[1]

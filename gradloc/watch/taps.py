@@ -34,10 +34,10 @@ from ..core.gradients import GradientSpace, host_copy
 from ..core.sharding import is_compiled
 from ..core.step import Recorded
 from .forwarded import (
-    Forwarded,
     Graph,
     HeadCall,
     Place,
+    RecordedForward,
     StageTokens,
     autocast_now,
     auxiliary_loss,
@@ -92,7 +92,7 @@ class ModelTap:
         self.moves_to_host = device.type != "cpu"
         self.generators = generators_in(model)
         self.moving = MovingState()
-        self.forwards: list[Forwarded] = []
+        self.forwards: list[RecordedForward] = []
         self.on_begin: Callable[[], None] = lambda: None
         """Called before a training forward is kept."""
         self.on_backward: Callable[[], None] = lambda: None
@@ -142,9 +142,9 @@ class ModelTap:
         """The outputs that are h together; empty where h is one tensor."""
         self._uncalled: list[torch.nn.Linear] = []
         """Linear layers that an unknown model's first forward did not call, where its output is h."""
-        self._present: Forwarded | None = None
+        self._present: RecordedForward | None = None
         self._hidden: torch.Tensor | None = None
-        self._waiting: list[tuple[Forwarded, torch.Tensor]] = []
+        self._waiting: list[tuple[RecordedForward, torch.Tensor]] = []
         """Forwards that ended at h, each with its h: the loop may call heads on it before the backward."""
         self._kept = 0
         self._reader: Reader | None = None
@@ -212,7 +212,7 @@ class ModelTap:
     def _add_handle(self, handle: Any) -> None:
         self._handles.append(handle)
 
-    def take_done(self) -> list[Forwarded]:
+    def take_done(self) -> list[RecordedForward]:
         """Return the forwards that had a backward, and forget all forwards."""
         done = [each for each in self.forwards if each.is_done]
         for each in done:
@@ -220,7 +220,7 @@ class ModelTap:
         self.forget()
         return done
 
-    def _add_inlined_head(self, forwarded: Forwarded) -> None:
+    def _add_inlined_head(self, forwarded: RecordedForward) -> None:
         """Add a call of the model's own head on all of h, where none was called and its weight has a gradient. In an
         unknown model that is the one linear layer without a call."""
         if forwarded.has_log_probs or forwarded.head_calls or forwarded.shape is None:
@@ -242,7 +242,7 @@ class ModelTap:
 
     # ---- run a forward again
 
-    def read(self, forwarded: Forwarded, reader: Reader) -> None:
+    def read(self, forwarded: RecordedForward, reader: Reader) -> None:
         """Run a forward without a graph, and call ``reader`` inside of it."""
         self._reader = reader
         try:
@@ -251,7 +251,7 @@ class ModelTap:
         finally:
             self._reader = None
 
-    def graph(self, forwarded: Forwarded, is_cut: bool = True) -> Graph:
+    def graph(self, forwarded: RecordedForward, is_cut: bool = True) -> Graph:
         """Run a forward with a graph, cut behind h and behind each head's output.
 
         Args:
@@ -292,7 +292,7 @@ class ModelTap:
             self._join(module)
         self.num_seen += 1
         self.on_begin()
-        self._present, self._hidden = Forwarded(module, args, kwargs, self), None
+        self._present, self._hidden = RecordedForward(module, args, kwargs, self), None
         if self._unknown is not None:
             self._unknown.linear_calls.clear()
 
@@ -376,7 +376,7 @@ class ModelTap:
 
     def _note_head(
         self,
-        present: Forwarded,
+        present: RecordedForward,
         hidden: torch.Tensor,
         module: torch.nn.Module,
         given: torch.Tensor,
@@ -428,7 +428,7 @@ class ModelTap:
 
     # ---- inside
 
-    def _hook_side_outputs(self, present: Forwarded, output: Any) -> Any:
+    def _hook_side_outputs(self, present: RecordedForward, output: Any) -> Any:
         """Return the output with hooked aliases, None where all of it comes from h: the gradient of a scalar that does
         not is kept, and which other tensors get one is noted."""
         leaves = tensors_in(output)
@@ -456,7 +456,7 @@ class ModelTap:
                 view.register_hook(partial(self._note_used, present, place, place in sides))
         return output
 
-    def _note_used(self, present: Forwarded, place: int, is_side: bool, grad: torch.Tensor) -> None:
+    def _note_used(self, present: RecordedForward, place: int, is_side: bool, grad: torch.Tensor) -> None:
         self._used[place] = grad.to("meta")
         if is_side:
             present.is_passed_by = self._uses_sides = True
@@ -487,7 +487,7 @@ class ModelTap:
                 return output
         return None
 
-    def _keep_part(self, present: Forwarded, first: int, grad: torch.Tensor) -> None:
+    def _keep_part(self, present: RecordedForward, first: int, grad: torch.Tensor) -> None:
         if not self.is_again and present.shape is not None:
             whole = grad.new_zeros(present.shape)
             whole[..., first : first + grad.shape[-1]] = grad
@@ -533,7 +533,7 @@ class ModelTap:
             for handle in self._hook_handles:
                 handle.remove()
 
-    def _note_backward(self, forwarded: Forwarded, *_: torch.Tensor) -> None:
+    def _note_backward(self, forwarded: RecordedForward, *_: torch.Tensor) -> None:
         """Note that a backward has reached a forward."""
         forwarded.is_done = forwarded.is_done or not self.is_again
         if not self.is_again and not self._is_queued:
@@ -542,7 +542,7 @@ class ModelTap:
             after = Hook(self, "_after_backward")
             queue(lambda: queue(after))  # behind those of DDP and FSDP, which are queued by then
 
-    def _keep_hidden_grad(self, forwarded: Forwarded, grad: torch.Tensor) -> None:
+    def _keep_hidden_grad(self, forwarded: RecordedForward, grad: torch.Tensor) -> None:
         if self.is_again:
             return
         self._note_backward(forwarded)
@@ -560,7 +560,7 @@ class ModelTap:
         else:
             self._kept += size
 
-    def _is_on_host(self, forwarded: Forwarded) -> bool:
+    def _is_on_host(self, forwarded: RecordedForward) -> bool:
         """Return whether an earlier backward's dL/dh was moved to the host."""
         return self.moves_to_host and forwarded.pull is not None and forwarded.pull.device.type == "cpu"
 

@@ -18,7 +18,7 @@ from ...core.ranks import Ranks
 from ...core.step import Details, Groups, LossReplay, Outputs, backward_factor
 from ...loop.batch import Rows, at_first, joined
 from ...private_api import replaced
-from ...watch.forwarded import Forwarded
+from ...watch.forwarded import RecordedForward
 from ...watch.tap_step import TapStep
 from ...watch.taps import ModelTap
 
@@ -61,7 +61,7 @@ class TrlStep(TapStep, LossReplay):
         self.trainer, self.temperature = trainer, float(getattr(trainer, "temperature", 1.0))
         self._before = {name: getattr(trainer, name) for name in _ENTROPY_CONTROLLER if hasattr(trainer, name)}
 
-    def take(self, forwards: Sequence[Forwarded]) -> None:
+    def take(self, forwards: Sequence[RecordedForward]) -> None:
         super().take(forwards)
         if self.has_log_probs:
             self.backward_factor = backward_factor(self.trainer.accelerator.scaler)
