@@ -49,6 +49,13 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     trainer.update(batch)
 
 
+def norm_without_router_loss(overrides: list[str], dump_dir: str) -> float:
+    """The gradient norm of the batch of ``experts`` without the routers' loss, and so without a spike."""
+    trainer = make_trainer([*overrides, "experts=qwen3_moe"], dump_dir)
+    ((norm,),) = trainer.update(make_batch())["metrics"]["actor/grad_norm"]
+    return norm
+
+
 def spoil_weight(module: torch.nn.Module, value: float = math.nan) -> None:
     """One weight of the second layer's ``up_proj``, a NaN by default, on every rank that holds a part of it."""
     named_shards = part("core.sharding").named_shards
