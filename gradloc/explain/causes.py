@@ -125,8 +125,8 @@ def classify(
         document: of a loop without advantages: what the row is like.
 
     Returns:
-        The label (one of ``record.CAUSES``), and the numbers behind it, mostly how many times typical each factor is.
-        ``unknown`` when no factor is over three times its typical value.
+        The label, one of ``record.TOKEN_CAUSES`` or ``unknown`` where no factor is over three times its typical value,
+        and the numbers behind it, mostly how many times typical each factor is.
     """
     cause = _by_factors(culprit, batch)
     if document is not None:

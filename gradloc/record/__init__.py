@@ -172,17 +172,21 @@ class Search:
 
 # ---- a culprit, and why its gradient is large
 
-CAUSES = (
+TOKEN_CAUSES = (
     *("token_mismatch", "sequence_mismatch", "layer_heterogeneity", "large_jacobian", "extreme_advantage"),
     *("low_probability", "kl_term", "entropy_term", "is_weight", "value_outlier", "teacher_gap", "non_finite"),
     *("spurious_token", "loss_weight", "unexpected_token", "odd_document", "duplicate_document", "shifted_labels"),
     *("padding_trained", "not_sampled", "shifted_log_probs", "non_finite_forward", "non_finite_backward"),
+)
+"""Labels of a token's, row's or document's large gradient."""
+STEP_CAUSES = (
     *("non_finite_padding", "non_finite_weights", "replicas_differ", "batch_scale", "not_tokens", "transient"),
     *("gradient_changed", "gradient_scaled", "update_too_large", "learning_rate_jumped", "weight_decay"),
     *("second_moments", "moments_lost", "weights_changed", "weights_grown"),
-    "unknown",
 )
-"""Labels of causes. From ``non_finite_padding`` to ``weights_grown`` they are of the whole step, see StepCause."""
+"""Labels of a step that no token made a spike."""
+CAUSES = (*TOKEN_CAUSES, *STEP_CAUSES, "unknown")
+"""Labels of a step's cause: its largest culprit's, or one of its own."""
 
 
 @dataclass(frozen=True)
