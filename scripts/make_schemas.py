@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make the JSON Schemas in schema/ from the dataclasses that are written: ``python scripts/make_schemas.py``.
+"""Make the JSON Schemas in schema/ from the dataclasses that are written, and the table of columns in docs/bundle.md:
+``python scripts/make_schemas.py``.
 
 A class is a ``$defs`` entry, a field's docstring its description. Every field is required unless it says
 ``optional()``; null is allowed where the type says None, unless the field says ``never_null()``.
@@ -10,6 +11,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 import sys
 import textwrap
 import types
@@ -21,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gradloc.record import BY_COLUMN, Event, analysis, bundle  # noqa: E402
-from gradloc.record.columns import STORED, Column  # noqa: E402
+from gradloc.record.columns import COLUMNS, STORED, Column  # noqa: E402
+from lab.output import table  # noqa: E402
 
 FILES = {
     "event": Event,
@@ -48,6 +51,25 @@ def schema_of(kind: type) -> dict[str, Any]:
 def text_of(schema: dict[str, Any]) -> str:
     """Return the text to commit."""
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+_PLACE = re.compile(r"(<!-- made by python scripts/make_schemas.py -->\n).*?(?=<!-- end -->)", re.S)
+
+
+def page() -> tuple[Path, str]:
+    """Return docs/bundle.md with its table of columns made anew."""
+    path = ROOT / "docs" / "bundle.md"
+    head = "column", "on the page", "meaning", "unit", "from"
+    rows = [(f"`{name}`", column.label, column.means, column.unit, _source(column)) for name, column in COLUMNS.items()]
+    return path, _PLACE.sub(lambda place: f"{place[1]}{table([head, *rows])}\n", path.read_text(encoding="utf-8"))
+
+
+def _source(column: Column) -> str:
+    """Say where a column's values come from."""
+    if column.minus is None:
+        return f"the batch's `{column.tensor}`" if column.tensor else "the search"
+    difference = "`{}` - `{}`".format(*column.minus)
+    return f"exp({difference})" if column.is_ratio else difference
 
 
 class _Maker:
@@ -126,6 +148,8 @@ def main() -> None:
     for name, kind in FILES.items():
         path = ROOT / "schema" / f"{name}.v{kind.schema_version}.schema.json"
         path.write_text(text_of(schema_of(kind)), encoding="utf-8")
+    path, text = page()
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from scripts.make_schemas import FILES, schema_of, text_of
+from gradloc.record.columns import COLUMNS
+from scripts.make_schemas import FILES, page, schema_of, text_of
 from tests.world.events import read_events, validate
 
 REPO = Path(__file__).resolve().parents[2]
@@ -26,6 +27,12 @@ def committed(name: str) -> str:
 def test_a_schema_is_what_its_dataclass_says(name):
     assert text_of(schema_of(FILES[name])) == committed(name), "run python scripts/make_schemas.py"
     jsonschema.Draft202012Validator.check_schema(json.loads(committed(name)))
+
+
+def test_the_page_has_every_column():
+    path, text = page()
+    assert path.read_text(encoding="utf-8") == text, "run python scripts/make_schemas.py"
+    assert all(f"\n| `{name}` | {column.label} |" in text for name, column in COLUMNS.items())
 
 
 def test_no_schema_is_written_by_hand():
