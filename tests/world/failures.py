@@ -76,6 +76,15 @@ def part_norms(over: int, overrides: list[str], dump_dir: str) -> dict[str, Any]
     return {**found, "weights": trainer.weights_hash()}
 
 
+def lose_first(overrides: list[str], dump_dir: str) -> None:
+    """End the first process at a spike, just before it sends its norm."""
+    Ranks, trainer, batch = part("core.ranks").Ranks, make_trainer(overrides, dump_dir), make_batch(seed=1)
+    if torch.distributed.get_rank() == 0:
+        Ranks.decided = lambda *_: os._exit(1)
+    plant(batch, 6, 2, 1e4)
+    trainer.update(batch)
+
+
 def fail_inside(place: str, overrides: list[str], dump_dir: str) -> None:
     """On a spike, make rank 1 fail inside a backward of the search, or the step's method of that name."""
     part("core.ranks")._PATIENCE_S = 2.0

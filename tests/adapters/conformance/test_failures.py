@@ -52,6 +52,14 @@ def test_the_norm_of_the_first_rank_decides_where_the_threshold_is_between_the_r
     assert Path(dump_dir, "events.jsonl").exists() == (over == 0)
 
 
+@default_on(verl09=NONE)
+@not_on(TRL, "the norm is sent by a collective")
+def test_where_the_first_rank_ends_before_it_sends_its_norm_the_others_end(doomed, dump_dir):
+    first, second = doomed.outcomes("failures.lose_first", timeout_s=60, overrides=ON, dump_dir=dump_dir)
+    assert (first[0], second[0]) == ("ended", "raised")
+    assert "the first rank's norm decides for all, and cannot be had" in second[1]
+
+
 @default_on(verl07=("backward",), verl09=("forward",))
 @not_on(TRL, "DDP's forward has no collective: peers hear of it and go on", "backward")
 @pytest.mark.parametrize("place", ["backward", "forward"])
