@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the replayed gradient with training's at a spike, before anything is certified or masked.
 
-Between the backward and the optimizer a loop may scale the gradient, clip it, or change it in any other way. Where the
-replayed gradient, times one factor and the clips that were seen, is not the optimizer's, something else changed it. A
-change too small to be a spike by itself did not make one: the replayed gradient is searched, and the change is added to
-the certificate's error.
+Between the backward and the optimizer a loop may scale the gradient, clip it, or change it in any other way. If the
+replayed gradient, times one factor and clipped as was seen, is not what the optimizer got, something else changed it.
+A change too small to be a spike by itself is not what made the spike: the replayed gradient is searched all the same,
+and the change is added to the certificate's error.
 """
 
 import math
@@ -20,64 +20,71 @@ from .clips import Clip, ClipTap
 from .tap_step import TapStep
 
 SAME = {torch.float32: 3e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
-"""Largest difference of two runs of a step over the norm, by the precision of the forward."""
+"""Largest relative difference of two runs of the same step, by the forward's precision."""
 _ROUNDING = 1e-3  # relative: a factor that is measured is off by less
-_MAX_NAMES = 3  # parameters named in the sentence
-_MAX_FAULTY = 8  # parameters of a fault
+_MAX_NAMES = 3  # parameters named in the objection
+_MAX_FAULTY = 8  # parameters in the fault's record
 _REWRITTEN = "the loop's own code changed the gradient by another factor in each parameter, which cannot be done again"
-_NOTABLE = 0.01  # of the squared difference: parameters with less are not named
+_NOTABLE = 0.01  # share of the squared difference below which a parameter is not named
 
 
-def hold_against(
-    step: TapStep, space: GradientSpace, before: Gradient, tap: ClipTap, norm: float, threshold: float
+def check_replay(
+    step: TapStep, space: GradientSpace, original: Gradient, clip_tap: ClipTap, norm: float, threshold: float
 ) -> None:
-    """Compare the gradient in ``.grad``, run again and not scaled, with the one that the optimizer was to get.
+    """Compare the replayed gradient in ``.grad`` with the one that the optimizer was to get, and note on ``step`` where
+    they differ.
 
-    Afterwards ``.grad`` has the unit in which the gradient was clipped. Sets ``step.backward_factor``, the factor of
-    that, and, where the gradients differ, ``step.objection`` or, by a change under the threshold, ``step.obstacle``.
-    All ranks call this together.
+    Sets ``step.backward_factor``, the factor between the backward and the first clip, and scales ``.grad`` by it. Where
+    the gradients differ by a spike of its own, sets ``step.objection``: the step is not searched. Where they differ by
+    less, sets ``step.obstacle``: the step is searched, and not masked. All ranks call this together.
 
     Args:
-        step: settled.
+        step: settled; its replayed gradient is in ``.grad``, not scaled.
         space: the trained parameters.
-        before: the gradient that the optimizer was to get.
-        tap: on its clips.
-        norm: of the gradient before it.
-        threshold: norm from which on a change is a spike by itself.
+        original: the gradient that the optimizer was to get.
+        clip_tap: the loop's clips in this step.
+        norm: the gradient's norm before them.
+        threshold: a change of at least this norm is a spike by itself.
     """
-    clips = tap.calls
-    factors = _clip_factors(space, clips, tap.own_factor(norm))
-    again, dots, given, _ = space.reduce_all(
-        lambda: [space.own_squares(), space.own_dots(space.current(), before), space.own_squares(before)]
+    clips = clip_tap.calls
+    factors = _clip_factors(space, clips, clip_tap.own_factor(norm))
+    squares, dots, original_squares, _ = space.reduce_all(
+        lambda: [space.own_squares(), space.own_dots(space.current(), original), space.own_squares(original)]
     )
-    if tap.replaced is not None:  # only its norms are known of the gradient before the loop changed it
-        given, dots, factors = tap.replaced, (tap.replaced * again).sqrt(), torch.ones_like(factors)
-    outside = _outside(step, space, again, given)
-    step.unsearched_norm = math.sqrt(float((given[outside] / factors[outside] ** 2).sum()))
-    again[outside] = dots[outside] = given[outside] = 0.0
+    if clip_tap.replaced is not None:  # of the gradient before the loop changed it only norms are known
+        original_squares, dots, factors = (
+            clip_tap.replaced,
+            (clip_tap.replaced * squares).sqrt(),
+            torch.ones_like(factors),
+        )
+    unsearched = _find_unsearched(step, space, squares, original_squares)
+    step.unsearched_norm = math.sqrt(float((original_squares[unsearched] / factors[unsearched] ** 2).sum()))
+    squares[unsearched] = dots[unsearched] = original_squares[unsearched] = 0.0
     is_by_value = any(call.is_by_value for call in clips)
-    ratios = (dots / again / factors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    ratios = (dots / squares / factors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     same = SAME.get(step.dtype, SAME[torch.float32])
-    is_multiple = dots**2 >= (1 - same) * again * given
-    step.backward_factor = _exact(_weighted_median(ratios, again) or 1.0)
-    if tap.replaced is not None:
-        off = (given.sqrt() - step.backward_factor * again.sqrt()) ** 2
+    is_multiple = dots**2 >= (1 - same) * squares * original_squares
+    step.backward_factor = _rounded_to_power(_weighted_median(ratios, squares) or 1.0)
+    if clip_tap.replaced is not None:
+        differences = (original_squares.sqrt() - step.backward_factor * squares.sqrt()) ** 2
         step.obstacle = _REWRITTEN
     elif is_by_value:
-        step.backward_factor = _exact(_factor_of_small(space, before, clips, factors))
-        off = _after_clips(space, before, tap, step.backward_factor)
+        step.backward_factor = _rounded_to_power(_factor_of_unclipped(space, original, clips, factors))
+        differences = _differences_after_clips(space, original, clip_tap, step.backward_factor)
     else:
-        off = _differences(space, before, step.backward_factor * factors)
-    off[outside] = 0.0
-    total = float(given.sum())
-    apart = math.sqrt(float(off.sum()) / total) if total > 0 else 0.0
-    step.apart = math.sqrt(float((off / factors**2).sum()))
-    if not apart <= same:
+        differences = _differences(space, original, step.backward_factor * factors)
+    differences[unsearched] = 0.0
+    total = float(original_squares.sum())
+    relative = math.sqrt(float(differences.sum()) / total) if total > 0 else 0.0
+    step.apart = math.sqrt(float((differences / factors**2).sum()))
+    if not relative <= same:
         is_spike = not step.apart <= threshold
-        may_be_written = is_multiple | (tap.is_written is not False)
-        _object(step, space, off, ratios / step.backward_factor, outside, apart, is_spike, may_be_written)
-    if tap.replaced is not None:
-        scale = tap.usual_ratio or 1.0
+        may_be_written = is_multiple | (clip_tap.is_written is not False)
+        _set_objection(
+            step, space, differences, ratios / step.backward_factor, unsearched, relative, is_spike, may_be_written
+        )
+    if clip_tap.replaced is not None:
+        scale = clip_tap.usual_ratio or 1.0
         step.backward_factor, step.apart = step.backward_factor * scale, step.apart * scale
         step.unsearched_norm *= scale
     space.scale(step.backward_factor)
@@ -99,41 +106,48 @@ def _clip_factors(space: GradientSpace, clips: Sequence[Clip], own: float | None
 
 
 @torch.no_grad()
-def _differences(space: GradientSpace, before: Gradient, factors: torch.Tensor) -> torch.Tensor:
-    """Return each parameter's squared difference of ``.grad`` times its factor and ``before``, float64 (num_params,).
+def _differences(space: GradientSpace, original: Gradient, factors: torch.Tensor) -> torch.Tensor:
+    """Return each parameter's squared difference of ``.grad`` times its factor and ``original``, float64 (num_params,).
 
-    The difference itself is summed: from two squares and a product, which cancel, it would be off by as much as it may
-    be.
+    The difference itself is summed. Computed from two squares and a product, which cancel, its error would be as large
+    as the differences that are allowed.
     """
 
     def local() -> torch.Tensor:
         pairs: tuple[list[torch.Tensor], ...] = [], []
-        for grad, given in zip(space.counted(space.current()), space.counted(before), strict=True):
+        for grad, given in zip(space.counted(space.current()), space.counted(original), strict=True):
             known = next((each for each in (grad, given) if each is not None), torch.zeros(0))
             for kept, each in zip(pairs, (grad, given), strict=True):
                 kept.append(local_shard(torch.zeros_like(known) if each is None else each).to(known.device))
         out = torch.zeros(len(space.params), dtype=torch.float64)
-        for where, again, own in in_batches(*pairs):
-            scaled = torch._foreach_mul([each.double() for each in again], factors[where].tolist())
-            off = torch._foreach_sub([each.double() for each in own], scaled)
-            out.index_add_(0, torch.tensor(where), squared_norms(off, are_weights=True).cpu())
+        for where, replayed, own in in_batches(*pairs):
+            scaled = torch._foreach_mul([each.double() for each in replayed], factors[where].tolist())
+            difference = torch._foreach_sub([each.double() for each in own], scaled)
+            out.index_add_(0, torch.tensor(where), squared_norms(difference, are_weights=True).cpu())
         return out
 
     return space.reduce(local)
 
 
-def _outside(step: TapStep, space: GradientSpace, again: torch.Tensor, given: torch.Tensor) -> list[int]:
-    """Return the parameters whose gradient is not searched: the head's, where dL/dz is not known, and those that only a
-    part of the loss uses that passes by the last hidden state, such as a value head after dropout."""
+def _find_unsearched(
+    step: TapStep, space: GradientSpace, squares: torch.Tensor, original_squares: torch.Tensor
+) -> list[int]:
+    """Find the parameters whose gradient is not searched; returns their indices, and names them on the step.
+
+    These are the head's, where dL/dz is not known, and parameters used only by a part of the loss that bypasses the
+    last hidden state, such as a value head after dropout.
+    """
     heads = step.tap.head_names(space)
     is_head = [step.form == "hidden" and name in heads for name in space.names]
-    found = [index for index, head in enumerate(is_head) if head or (again[index] == 0 and given[index] > 0)]
+    found = [
+        index for index, head in enumerate(is_head) if head or (squares[index] == 0 and original_squares[index] > 0)
+    ]
     step.unsearched = tuple(space.names[index] for index in found)
     return found
 
 
-def _exact(factor: float) -> float:
-    """Round a measured factor to the power of two that it is within rounding, as a loss scale is; else return it."""
+def _rounded_to_power(factor: float) -> float:
+    """Round a measured factor to a power of two, as loss scales are, where that is within its error."""
     power = 2.0 ** round(math.log2(factor)) if factor > 0 else factor
     return power if abs(factor - power) <= _ROUNDING * power else factor
 
@@ -148,19 +162,21 @@ def _weighted_median(values: torch.Tensor, weights: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def _factor_of_small(space: GradientSpace, before: Gradient, clips: Sequence[Clip], factors: torch.Tensor) -> float:
-    """Return the factor between backward and clips, from the elements that no clip by value changed.
+def _factor_of_unclipped(
+    space: GradientSpace, original: Gradient, clips: Sequence[Clip], factors: torch.Tensor
+) -> float:
+    """Measure the factor between the backward and the clips on the elements that no clip by value changed.
 
     Args:
         space: the trained parameters; ``.grad`` has the gradient run again.
-        before: the gradient after all clips.
+        original: the gradient after all clips.
         clips: in the order of their calls.
         factors: of the clips by norm on each parameter's gradient, float64 (num_params,).
     """
     limit, sums = math.inf, torch.zeros(2, dtype=torch.float64, device=space.params[0].device)
     for call in clips:  # a clip by norm scales what an earlier one by value left
         limit = min(limit, call.limit) if call.is_by_value else limit * call.factor()
-    for grad, given, factor in zip(space.current(), before, factors.tolist(), strict=True):
+    for grad, given, factor in zip(space.current(), original, factors.tolist(), strict=True):
         if grad is not None and given is not None:
             grad, given = local_shard(grad), local_shard(given).to(grad.device)
             kept = given.abs() < limit * (1 - _ROUNDING)
@@ -171,48 +187,54 @@ def _factor_of_small(space: GradientSpace, before: Gradient, clips: Sequence[Cli
 
 
 @torch.no_grad()
-def _after_clips(space: GradientSpace, before: Gradient, tap: ClipTap, factor: float) -> torch.Tensor:
+def _differences_after_clips(
+    space: GradientSpace, original: Gradient, clip_tap: ClipTap, factor: float
+) -> torch.Tensor:
     """Return each parameter's squared difference after the same clips; ``.grad`` is restored."""
     kept = space.take()
     space.put([None if grad is None else grad * factor for grad in kept])
     try:
-        tap.again(space)
-        space.add(before, alpha=-1.0)
+        clip_tap.again(space)
+        space.add(original, alpha=-1.0)
         return space.squares()
     finally:
         space.put(kept)
 
 
-def _object(
+def _set_objection(
     step: TapStep,
     space: GradientSpace,
-    off: torch.Tensor,
+    differences: torch.Tensor,
     ratios: torch.Tensor,
-    outside: list[int],
-    apart: float,
+    unsearched: list[int],
+    relative: float,
     is_spike: bool,
     may_be_written: torch.Tensor,
 ) -> None:
-    """Set the step's objection and its fault, or its obstacle, where the gradients differ.
+    """Set the step's objection and its fault; its obstacle alone where the difference is no spike by itself.
 
-    The gradient was changed after the backward where that of a few parameters differs, and each has one that was run
-    again: a part of the loss that passes by the last hidden state has parameters of its own. Where torch counted no
-    write to it, and it is no multiple of the one run again, the link is undecided: it may be a balancing loss that the
+    The fault is after the backward if the gradients of a few parameters differ and each of them has a replayed one,
+    since a part of the loss that bypasses the last hidden state has parameters of its own. It stays undecided if torch
+    counted no write to a gradient that is no multiple of the replayed one: that may be a balancing loss which the
     forward keeps in a global list. Torch does not count writes to ``.grad.data``.
     """
-    order = [int(index) for index in off.argsort(descending=True) if off[index] >= _NOTABLE * off.sum()]
+    order = [
+        int(index)
+        for index in differences.argsort(descending=True)
+        if differences[index] >= _NOTABLE * differences.sum()
+    ]
     names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
     shown = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MAX_NAMES])
     shown += f" and {len(order) - _MAX_NAMES} more" if len(order) > _MAX_NAMES else ""
     what = (
-        f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * apart:.3g} % of "
+        f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * relative:.3g} % of "
         f"its norm, in {plural(len(order), 'parameter')}: {shown}"
     )
     if not is_spike:
         step.obstacle = what
         return
     heads = step.tap.head_names(space)
-    passed_by = next((space.names[index] for index in outside if space.names[index] not in heads), "")
+    passed_by = next((space.names[index] for index in unsearched if space.names[index] not in heads), "")
     at = "after_backward"
     why = "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
     if step.ranks.max([float(any(each.forwarded.is_passed_by for each in step.micro_batches))])[0]:
@@ -233,6 +255,6 @@ def _object(
             "nothing was seen to write to it after the backward, so a part of the loss passes by, or a hook changed it"
         )
     step.objection = f"{what}; {why}"
-    evidence: dict[str, float | None] = {"difference": apart, "factor": float(ratios[order[0]]) if order else None}
+    evidence: dict[str, float | None] = {"difference": relative, "factor": float(ratios[order[0]]) if order else None}
     cause = "gradient_changed" if at == "after_backward" else None
     step.fault = Fault(at, cause, names, None, evidence, step.objection)

@@ -51,7 +51,7 @@ from .megatron import is_chunk
 from .models import innermost, sparse_embedding
 from .notes import Notes
 from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer, share_parameter
-from .replay import hold_against, versions
+from .replay import check_replay, versions
 from .rows import view_of, view_of_summaries
 from .tap_step import TapStep
 from .taps import ModelTap
@@ -469,7 +469,7 @@ class Watch(Notes):
                 prober = Prober(step, space, ranks)
                 prober.compute((index, None) for index in range(step.num_micro_batches))
                 step.spent = step.num_micro_batches + prober.num_forwards, prober.num_backwards
-                hold_against(step, space, before, self.clips, norm, threshold or norm / 2)
+                check_replay(step, space, before, self.clips, norm, threshold or norm / 2)
                 self.is_unclipped = True
             else:
                 space.put(before)
