@@ -4,12 +4,12 @@
 In exact arithmetic all methods agree. In practice the spike G is large, the rest small, and G's rounding or the
 kernels' noise may be larger than the rest. So there are three methods, and the cheapest one that decides is used:
 
-- *subtract* the culprits' own backwards; the loudest one runs again times -3/4 so that every product is rounded anew.
-  What differs is about 3e-7 of its norm in float32 and 0.6 % in bfloat16, too much there for a spike of 40 healthy
-  norms;
+- *subtract* the culprits' own gradients. The loudest one's backward runs again times -3/4, so that every product is
+  rounded anew: both differ by about 3e-7 of its norm in float32, and by 0.6 % in bfloat16, which is too much for a
+  spike of 40 healthy norms;
 - *swap* the micro-batches that hold culprits for the same without them. These run twice, since they cancel exactly only
   if kernels repeat (atomics in the backward of attention and of the embedding do not);
-- *recompute* all micro-batches without the culprits, if neither of these decides or costs less, or G is not finite.
+- *recompute* all micro-batches without the culprits, if the others do not decide, cost more, or G is not finite.
 
 docs/method.md, section 6, says how each bound is made, and why.
 """
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -31,11 +32,11 @@ from .selection import Token
 CERTAIN = 3.0
 """Standard errors that count as beyond chance. The difference of two replays is one such error."""
 REPLAY_TOLERANCE = 0.1
-"""Relative error of a gradient. Two passes over the same micro-batches differ by less, however badly kernels repeat, or
-nothing could be trained. A residual with a larger error is no direction to search along."""
-_UNIT = UNITS[torch.bfloat16]  # no backward holds its gradients in a coarser format
-_FINE = 256 * UNITS[torch.float32]  # two backwards of the culprits differ by about 5 units
-_AGAIN = 0.75  # factor of the culprits' second backward; a power of two would only shift exponents and round alike
+"""Largest relative error of a gradient. However badly kernels repeat, two passes over the same micro-batches differ by
+less, or nothing could be trained. A residual with a larger error gives no direction to search along."""
+_BF16_UNIT = UNITS[torch.bfloat16]  # no backward holds its gradients in a coarser format
+_FP32_ERROR = 256 * UNITS[torch.float32]  # two backwards of the culprits differ by about 5 units
+_SECOND = 0.75  # factor of the loudest culprit's second backward; a power of two would round alike
 
 
 def verdict_of(
@@ -68,30 +69,41 @@ def verdict_of(
 
 
 def unit_of(prober: Prober) -> float:
-    """Return the relative error of a backward of a few tokens."""
-    return _FINE if prober.step.dtype == torch.float32 else _UNIT
+    """Return the relative error of a backward of a few tokens, by the precision of the forward."""
+    return _FP32_ERROR if prober.step.dtype == torch.float32 else _BF16_UNIT
 
 
-def is_subtracted(prober: Prober, norm: float, threshold: float | None, num_tokens: int) -> bool:
-    """Return whether subtracting this many culprit tokens' gradient, of this norm, leaves an error of less than a
-    quarter of the threshold.
+def is_subtraction_precise(prober: Prober, norm: float, threshold: float | None, num_tokens: int) -> bool:
+    """Return whether the culprits' gradient can be subtracted with an error under a quarter of the threshold.
 
-    Asked before any backward: each of their two is taken to be off by one unit, three times as much for both, and by
-    one for what they have in common. A rehearsal has nothing to decide.
+    This is an estimate, made before any backward: each of their two backwards is taken to be off by one unit, counted
+    :data:`CERTAIN` times, and both by another one that they share. A rehearsal has nothing to decide.
+
+    Args:
+        prober: the step.
+        norm: of the culprits' gradient.
+        threshold: the trigger's; None on a rehearsal.
+        num_tokens: the number of culprit tokens.
     """
     if threshold is None:
         return True
-    noise = (CERTAIN * (1 + 1 / _AGAIN) + 1) * unit_of(prober)
+    noise = (CERTAIN * (1 + 1 / _SECOND) + 1) * unit_of(prober)
     additions = (prober.step.num_micro_batches + 2) + (num_tokens + 2)
     error = (noise + additions * prober.space.rounding + prober.reduction_error) * norm
     return error < threshold / 4
 
 
-_Measured = tuple[float, float, float | None, str]
-"""(norm without the culprits, bound on its error, difference of two replays or None, method)"""
+class _Measurement(NamedTuple):
+    """The norm of a step without its culprits."""
+
+    norm_after: float
+    error_bound: float
+    difference: float | None
+    """Norm of the difference of two replays; None where nothing was replayed."""
+    method: str
 
 
-def holders(tokens: Iterable[Token]) -> list[int]:
+def micro_batches_with(tokens: Iterable[Token]) -> list[int]:
     """Return the micro-batches that hold these tokens."""
     return sorted({token.micro_batch for token in tokens})
 
@@ -125,7 +137,7 @@ class Removal:
         """Measure the step's gradient norm without the culprits.
 
         Args:
-            goes_on: whether the search goes on while the norm is over the threshold; then that need not be proved.
+            goes_on: whether the search will go on if the norm is still over the threshold; then that needs no proof.
         """
         prober, before, threshold = self.prober, self.norm_before, self.threshold
         was_finite = math.isfinite(before)
@@ -136,28 +148,33 @@ class Removal:
         found = self.measure() if was_finite else None
         if found is None:
             ways = partial(prober.compute_without, self.culprits), partial(fullest, prober, self.culprits)
-            found = *recompute(prober, *ways, threshold, self.can_afford, goes_on), "recompute"
-        norm_after, error_bound, difference, method = found
-        verdict, reason = verdict_of(norm_after, error_bound, threshold, was_finite)
-        return Certificate(before, norm_after, error_bound, threshold, method, verdict, reason, difference)
+            found = _Measurement(*recompute(prober, *ways, threshold, self.can_afford, goes_on), "recompute")
+        verdict, reason = verdict_of(found.norm_after, found.error_bound, threshold, was_finite)
+        return Certificate(
+            before, found.norm_after, found.error_bound, threshold, found.method, verdict, reason, found.difference
+        )
 
-    def measure(self) -> _Measured | None:
-        """*Subtract* or *swap*, if that is cheaper than recomputing everything; None if neither is, or decides."""
+    def measure(self) -> _Measurement | None:
+        """Measure by *subtract* or *swap*; None where recomputing everything costs less, or they do not decide."""
         num_micro_batches, parts = self.prober.step.num_micro_batches, self.parts or [self.culprits]
         norm = max(self.norm_before, self.least_norm)
-        subtracts = is_subtracted(self.prober, norm, self.threshold, len(self.culprits))
-        cost = sum(len(holders(part)) for part in [*parts, parts[-1]]) if subtracts else 3 * len(holders(self.culprits))
+        subtracts = is_subtraction_precise(self.prober, norm, self.threshold, len(self.culprits))
+        cost = (
+            sum(len(micro_batches_with(part)) for part in [*parts, parts[-1]])
+            if subtracts
+            else 3 * len(micro_batches_with(self.culprits))
+        )
         norms = len(parts) - 1 if subtracts else 0  # backwards that recomputing would need for the parts' norms
-        # probes of one micro-batch each; if they do not decide, a pass over all micro-batches follows
+        # costs are in probes of one micro-batch; if they do not decide, a pass over all micro-batches follows
         if cost >= num_micro_batches + norms or not self.can_afford(cost + num_micro_batches):
             return None
         return self._subtract(parts) if subtracts else self._swap()
 
-    def _subtract(self, parts: Sequence[Sequence[Token]]) -> _Measured | None:
+    def _subtract(self, parts: Sequence[Sequence[Token]]) -> _Measurement | None:
         prober, space = self.prober, self.prober.space
         others, sizes = None, []
         for number, part in enumerate(parts):
-            prober.compute_only(part, holders(part))
+            prober.compute_only(part, micro_batches_with(part))
             sizes.append(space.run_local_synced(space.own_squares))
             self.on_part(number)
             if number < len(parts) - 1:
@@ -165,13 +182,13 @@ class Removal:
                     prober.add(others)
                 others = space.keep()
         loudest = space.keep()
-        prober.compute_only(parts[-1], holders(parts[-1]), factor=-_AGAIN)
-        space.scale(1.0 / _AGAIN)
+        prober.compute_only(parts[-1], micro_batches_with(parts[-1]), factor=-_SECOND)
+        space.scale(1.0 / _SECOND)
         prober.add(loudest)
         sizes.append(space.run_local_synced(space.own_squares))
-        # With n what passes through no token, the first backward gave g + n; the second, times 4/3, -g + 4/3 n.
-        # So .grad is 7/3 n now. Times 3/7 it is n, and n less the first backward is -g.
-        space.scale(_AGAIN / (1.0 + _AGAIN))
+        # Let g be the culprit's gradient, and n that of the loss that passes through no token. The first backward gave
+        # g + n; the second, times 4/3, -g + 4/3 n; their sum is 7/3 n. Times 3/7 it is n, and n less the first is -g.
+        space.scale(_SECOND / (1.0 + _SECOND))
         for gradient, alpha in ((loudest, -1.0), (others, -1.0), (self.spike, 1.0 / self.scale)):
             if gradient is not None:
                 prober.add(gradient, alpha)
@@ -182,16 +199,16 @@ class Removal:
         rounding = self._rounding(len(self.culprits) + 2, norm)
         return self._decided(norm_after, rounding, noise, difference, "subtract")
 
-    def _swap(self) -> _Measured | None:
+    def _swap(self) -> _Measurement | None:
         prober, space = self.prober, self.prober.space
-        held = holders(self.culprits)
+        held = micro_batches_with(self.culprits)
         prober.compute((index, None) for index in held)
         with_culprits = space.keep()
         norm = space.norm(with_culprits)
         prober.compute((index, None) for index in held)
         prober.add(with_culprits, alpha=-1.0)
         difference = space.norm()
-        noise = CERTAIN * difference + _UNIT * norm if difference > 0 else 0.0
+        noise = CERTAIN * difference + _BF16_UNIT * norm if difference > 0 else 0.0
         if self.threshold is not None and noise >= self.threshold / 2:
             return None  # a norm under the threshold would drown in the noise
         prober.compute_without(self.culprits, held)
@@ -201,22 +218,22 @@ class Removal:
         return self._decided(space.norm(), rounding, noise, difference, "swap")
 
     def _rounding(self, num_additions: int, norm: float) -> float:
-        """Error of the additions: training's own, plus this many with gradients of this norm, a unit of rounding each;
-        and of the reductions over ranks."""
+        """Bound the error of training's additions, of this many more with gradients of this norm, and of the reductions
+        over ranks."""
         num_micro_batches, reduced = self.prober.step.num_micro_batches, self.prober.reduction_error
         added = self.prober.space.rounding * ((num_micro_batches + 2) * self.norm_before + num_additions * norm)
         return added + reduced * (self.norm_before + norm)
 
     def _decided(
         self, norm_after: float, rounding: float, noise: float, difference: float, method: str
-    ) -> _Measured | None:
+    ) -> _Measurement | None:
         """Return the measurement; None if its error is too large and recomputing would be more precise."""
         verdict, _ = verdict_of(norm_after, rounding + noise, self.threshold)
         is_noisy = verdict == "not_explained" and noise > REPLAY_TOLERANCE * norm_after  # and it is the next direction
         is_vague = verdict == "explained" and noise > norm_after and self.can_afford(self.prober.step.num_micro_batches)
         if self.threshold is not None and (verdict == "undecided" or is_noisy or is_vague):
             return None
-        return norm_after, rounding + noise, difference, method
+        return _Measurement(norm_after, rounding + noise, difference, method)
 
 
 def recompute(
@@ -231,9 +248,9 @@ def recompute(
 
     Args:
         prober: the step; its ``.grad`` is left holding that gradient.
-        compute: fills ``.grad`` with it, from these micro-batches.
-        to_repeat: the one that is replayed if the error has to be known better; asked then alone.
-        threshold: what the norm is held against.
+        compute: fills ``.grad`` with that gradient, from these micro-batches.
+        to_repeat: chooses the micro-batch that is replayed where the error has to be known better; only called then.
+        threshold: what the norm is compared with.
         can_afford: whether this many more probes may be made.
         goes_on: as of :meth:`Removal.certify`.
 
@@ -259,12 +276,12 @@ def recompute(
     if difference == 0:
         return norm_after, rounding, difference
     # Two draws of one micro-batch differ by sqrt(2) times the error of one; M independent errors add up to sqrt(M).
-    noise = CERTAIN * difference * (num_micro_batches / 2) ** 0.5 + _UNIT * norm_after
+    noise = CERTAIN * difference * (num_micro_batches / 2) ** 0.5 + _BF16_UNIT * norm_after
     return norm_after, rounding + noise, difference
 
 
 def fullest(prober: Prober, culprits: list[Token]) -> int:
-    """Return the micro-batch with most tokens left: one without any has no gradient, and would repeat for sure."""
+    """Return the micro-batch with most tokens besides the culprits: one without any has no gradient to compare."""
     step, ranks = prober.step, prober.ranks
     indices = range(step.num_micro_batches)
     tokens = ranks.sum(ranks.run_local_synced(lambda: [float(step.token_mask(index).sum()) for index in indices]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of tokens over micro-batches and ranks: what a probe lets through.
+"""Address tokens over micro-batches and ranks, and mask the ones that a probe lets through.
 
 A token's address is (micro_batch, rank, index). ``index`` counts the response tokens of that rank's micro-batch row by
-row, so half an interval of indices is half its tokens, however long the rows are.
+row. So half of an interval of indices is half of its tokens, however long the rows are.
 
 Shapes: B rows of the micro-batch, T response positions.
 """
@@ -54,8 +54,12 @@ class Part:
 
 
 def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of ``part`` on one rank, bool (B, T), given which positions are response tokens; all False on a
-    rank outside the part.
+    """Return which positions of one rank's micro-batch are in a part, bool (B, T): none on a rank outside of it.
+
+    Args:
+        part: of this micro-batch.
+        rank: the rank.
+        token_mask_BT: which positions are response tokens.
     """
     selected = torch.zeros_like(token_mask_BT)
     if part.first_rank <= rank < part.end_rank:
@@ -65,9 +69,9 @@ def mask_of(part: Part, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def mask_without(tokens: Sequence[Token], micro_batch: int, rank: int, token_mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return all positions of one rank's micro-batch but these tokens, padding included: bool (B, T).
+    """Return all positions of one rank's micro-batch except these tokens, bool (B, T).
 
-    Training lets padding through as well, so a replay without the culprits must.
+    Padding is among them: training lets it through, so a replay without the culprits has to.
     """
     kept = torch.ones_like(token_mask_BT)
     indices = [token.index for token in tokens if token.micro_batch == micro_batch and token.rank == rank]
