@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are run at other weights: a micro-batch of an ordinary step, and a step with its own loss."""
+"""Keep what is run again at other weights: a micro-batch of an ordinary step, and a step with the trainer's loss."""
 
 import copy
 import statistics
@@ -13,8 +13,8 @@ from ..core.gradients import GradientSpace
 from ..core.step import LossReplay, Outputs, Recorded, Scheduled, TrainingStep
 
 _EVERY = 8  # optimizer steps between two references
-_WINDOW = 32  # norms by which a step is known to be ordinary
-_MEASURED = 8  # references whose factor between backward and step is remembered
+_WINDOW = 32  # last norms, whose median says what an ordinary step is
+_MEASURED = 8  # references whose norms after the backward and at the step are remembered
 _ORDINARY = 1.5  # times their median: a step of a larger norm gives no reference
 
 
@@ -41,11 +41,11 @@ class Reference(NamedTuple):
     num_micro_batches: int
     """The number of the step's micro-batches."""
     measured: tuple[Measured, ...]
-    """Norms of earlier references and, last, of this one; empty where ranks had not summed the gradient by then."""
+    """Norms of earlier references and of this one, which is last; empty if ranks had not summed the gradient yet."""
 
     @property
     def norms(self) -> list[float]:
-        """The step's norm and those of :attr:`measured`: as many on every rank, zeros in front of the latter."""
+        """The step's norm and those of :attr:`measured`, with zeros between them for the same length on every rank."""
         known = [each.norm for each in self.measured]
         return [self.norm, *[0.0] * (_MEASURED - len(known)), *known]
 
@@ -71,8 +71,10 @@ class ReferenceKeeper:
         self._squares: list[torch.Tensor] = []
 
     def squares(self, space: GradientSpace) -> list[torch.Tensor]:
-        """Return this process' part of :attr:`Reference.measured`, first and last by turns: as many scalars on every
-        rank, zeros in front."""
+        """Return this process' squares of :attr:`Reference.measured`, alternating first and last.
+
+        They are padded in front with zeros to the same length on every rank.
+        """
         measured = () if self.reference is None else self.reference.measured
         known = [square for each in measured for square in (each.first, each.last)]
         return [torch.zeros((), device=space.params[0].device)] * (2 * _MEASURED - len(known)) + known
@@ -94,8 +96,8 @@ class ReferenceKeeper:
                 self.is_wanted = False
 
     def end(self, step: Any, norm: float, number: int, is_spike: bool) -> None:
-        """Keep the first micro-batch where the step was ordinary. Steps that cannot be kept have no ``kept``."""
-        make = None if isinstance(step, Scheduled) else getattr(step, "kept", None)  # not of a pipeline
+        """Keep the first micro-batch if the step was ordinary. Steps that cannot be kept have no ``kept``."""
+        make = None if isinstance(step, Scheduled) else getattr(step, "kept", None)  # a pipeline's step is not kept
         is_ordinary = norm > 0 and (not self._norms or norm <= _ORDINARY * statistics.median(self._norms))
         if self.is_wanted and not is_spike and is_ordinary and make is not None and step.num_micro_batches:
             kept = make()
@@ -110,22 +112,22 @@ class ReferenceKeeper:
         self._squares = []
 
 
-def following(step: LossReplay) -> Any:
-    """Return a step as one whose loss follows the weights: run again, it goes by the log-probs that it then gets."""
+def with_live_loss(step: LossReplay) -> Any:
+    """Return a copy of a step that, run at other weights, computes its loss anew from the log-probs it gets there."""
     found: Any = copy.copy(step)
-    found.recorded = lambda micro_batch: _Followed.made_of(step, micro_batch)
+    found.recorded = lambda micro_batch: _LossRecorded.from_step(step, micro_batch)
     return found
 
 
 @dataclass
-class _Followed(Recorded):
-    """A micro-batch whose gradient begins in the trainer's own loss."""
+class _LossRecorded(Recorded):
+    """A micro-batch whose backward begins at the trainer's loss, not at recorded coefficients."""
 
     step: Any = None
     micro_batch: int = 0
 
     @classmethod
-    def made_of(cls, step: Any, micro_batch: int) -> "_Followed":
+    def from_step(cls, step: Any, micro_batch: int) -> "_LossRecorded":
         recorded = step.recorded(micro_batch)
         found = cls(recorded.rng, step=step, micro_batch=micro_batch)
         vars(found).update(vars(recorded))

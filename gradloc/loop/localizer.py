@@ -39,7 +39,7 @@ from ..core.step import LossReplay, Scheduled, TrainingStep, has_finite_loss, ty
 from ..core.tracker import NormTracker, SpikeNorms, median_size
 from ..explain.text import plural
 from ..fault.find import Clues, find_broken_link
-from ..fault.reference import ReferenceKeeper, following
+from ..fault.reference import ReferenceKeeper, with_live_loss
 from ..fault.updates import Updates
 from ..record import Action
 from ..search.cures import records_under
@@ -339,7 +339,7 @@ class Localizer:
         clip_scale = self._clip_scale(spike.grad_norm)
         again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
         if again is None and not is_first and isinstance(self._step, LossReplay):
-            again = partial(following, self._step)  # old log-probs are of the weights of the update's first step
+            again = partial(with_live_loss, self._step)  # old log-probs are of the weights of the update's first step
         factor = 1.0 / self._step.loss_scale
         known = self._keeper.reference, self.updates, policy.global_step, factor, again, is_first
         clues = Clues(*known, norms.summed[1:])

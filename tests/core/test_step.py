@@ -19,7 +19,7 @@ from gradloc.core.step import (
     kl_coefficients,
     run_backward,
 )
-from gradloc.fault.reference import following
+from gradloc.fault.reference import with_live_loss
 from tests.toy_model import Loss, ToyStep, build, random_batch, shard
 
 M, CPU = 4, torch.device("cpu")
@@ -187,7 +187,7 @@ def test_a_step_whose_loss_follows_the_weights_has_training_s_gradient_where_the
     step, space = ToyStep(model, random_batch(model), M, loss=Loss(kl=0.1), loss_scale=loss_scale), GradientSpace(model)
     step.train()
     trained = space.take()
-    Prober(following(step), space, Ranks()).compute((index, None) for index in range(M))
+    Prober(with_live_loss(step), space, Ranks()).compute((index, None) for index in range(M))
     for found, whole in zip(space.take(), trained, strict=True):
         torch.testing.assert_close(loss_scale * found, whole, rtol=1e-4, atol=1e-5)
 
