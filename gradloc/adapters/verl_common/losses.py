@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's losses under other settings, and how they average, found by calling them."""
+"""Compute verl's losses under other settings, and find out how they average, by calling verl's own functions."""
 
 import copy
 from abc import abstractmethod
@@ -27,7 +27,7 @@ _BY_SEQUENCE = "seq-mean-token-mean"
 
 
 def changed(config: Any, **values: Any) -> Any:
-    """Return a copy of a frozen config with other values; a dotted name (``policy_loss.loss_mode``) is of a block."""
+    """Return a copy of a frozen config with other values; ``policy_loss.loss_mode`` is a name inside of a block."""
     config = copy.copy(config)
     for name, value in values.items():
         name, _, inner = name.partition(".")
@@ -67,10 +67,10 @@ def advantage_groups(
     """Return how the batch's advantages were made; None where it has none.
 
     Args:
-        batch: that is about to be trained on.
-        algorithm: this block of the trainer's config.
-        is_reweighted: whether they were scaled by the tokens' probabilities.
-        refused_cures: settings that the run would be refused with.
+        batch: the batch that is about to be trained on.
+        algorithm: the ``algorithm`` block of the trainer's config.
+        is_reweighted: whether the advantages were scaled by the tokens' probabilities.
+        refused_cures: cures with whose settings the run would be refused.
     """
     if batch.is_critics or batch.is_distilled:
         return None
@@ -94,7 +94,7 @@ def advantage_groups(
     present, other = advantages(is_divided), advantages(not is_divided)
     is_filled = facts.num_tokens > 0
     if not torch.allclose(facts.signal[is_filled], present[is_filled], rtol=1e-4, atol=1e-6):
-        return groups  # somebody has changed them since
+        return groups  # they were changed after the estimator had made them
     return replace(groups, is_divided=is_divided, other_advantages=tuple(other.tolist()))
 
 
@@ -107,16 +107,16 @@ def tensors_under(
     has_ratio_clips: bool,
     trainer: str,
 ) -> dict[str, torch.Tensor] | None:
-    """Return what :meth:`~...core.step.LossReplay.tensors_under` returns; tensors are (B, T).
+    """Return the tensors that a cure changes in a micro-batch: :meth:`~...core.step.LossReplay.tensors_under`.
 
     Args:
-        name: the cure's.
-        held: the micro-batch's tensors, by verl's names.
-        log_prob: of the step's forward.
+        name: the cure's name.
+        held: the micro-batch's tensors (B, T), by verl's names.
+        log_prob: log-probs (B, T) of the step's forward.
         rows: the rows' numbers on the driver.
-        groups: from the driver.
-        has_ratio_clips: whether ``token_clip`` or ``seq_clip`` weigh its tokens.
-        trainer: its name in the advice.
+        groups: how advantages were made, from the driver.
+        has_ratio_clips: whether ``token_clip`` or ``seq_clip`` weigh the micro-batch's tokens.
+        trainer: the trainer's name in the advice.
     """
     if "advantages" not in held or groups is None or len(rows) != len(log_prob):
         return None
@@ -148,13 +148,15 @@ def _beyond_the_loss(algorithm: Any, estimator: str) -> frozenset[str]:
 
 WEIGHTS = "rollout_is_weights"
 """verl's name of the factors on token losses: its rollout correction's, and those of our clips on ratios."""
-_TRUNCATED = 1.5
+_MAX_WEIGHT = 1.5
+"""The bound that the cure ``truncate`` sets on the weights of the rollout correction."""
 CORRECTIONS = ("weigh_tokens", *OF_MASK)
 """Cures that are verl's own rollout correction."""
 _CORRECTION = "algorithm.rollout_correction."
 
 
 def _corrected(settings: Mapping[str, Any], held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Return the weights, or the mask, of verl's rollout correction with these settings; None where it cannot apply."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
 
     given = {name.removeprefix(_CORRECTION): each for name, each in settings.items() if name.startswith(_CORRECTION)}
@@ -167,12 +169,14 @@ def _corrected(settings: Mapping[str, Any], held: Mapping[str, torch.Tensor]) ->
 
 
 def _truncated(held: Mapping[str, torch.Tensor], *_: Any) -> torch.Tensor | None:
-    return held[WEIGHTS].clamp(max=_TRUNCATED) if WEIGHTS in held else None
+    """Return the weights of the run's own correction, bounded."""
+    return held[WEIGHTS].clamp(max=_MAX_WEIGHT) if WEIGHTS in held else None
 
 
 def _clipped(
     settings: StabilizeConfig, held: Mapping[str, torch.Tensor], log_prob: torch.Tensor, has_ratio_clips: bool
 ) -> torch.Tensor | None:
+    """Return the weights that our clips on ratios give; None where they are on, or there are no rollout log-probs."""
     if has_ratio_clips or "rollout_log_probs" not in held:
         return None
     return TokenWeigher(settings).token_weights(held, log_prob, held.get(WEIGHTS), {})
@@ -183,18 +187,20 @@ _BY_WEIGHTS: dict[str, Callable[..., torch.Tensor | None]] = {
     "clip_tokens": partial(_clipped, StabilizeConfig(token_clip=TokenClipConfig(mode="clamp"))),
     "clip_sequences": partial(_clipped, StabilizeConfig(seq_clip=SeqClipConfig(mode="clamp"))),
 }
-"""Cures that weigh token losses: their weights, None where the cure is in force already, or unknown."""
+"""By cure, the function of its weights on token losses. It returns None where the cure is on, or lacks a tensor."""
 
 
 def aggregation_of(config: Any) -> str:
-    """Return how the policy loss of verl's actor config averages tokens: in some releases some losses average over
-    sequences whatever ``loss_agg_mode`` says."""
+    """Return how the policy loss of verl's actor config averages tokens.
+
+    In some releases some losses average over sequences whatever ``loss_agg_mode`` says.
+    """
     by_token, by_sequence = (_policy_loss(config, mode) for mode in ("token-mean", _BY_SEQUENCE))
     return _BY_SEQUENCE if by_token == by_sequence else config.loss_agg_mode
 
 
 def is_of_micro_batch(config: Any) -> bool:
-    """Return whether the policy loss, though it gets the mini-batch's size, is a mean over its micro-batch, as
+    """Return whether the policy loss is a mean over its micro-batch although it is given the mini-batch's size, as
     geo_mean's is."""
 
     def loss_of(times: int) -> float:
@@ -266,10 +272,10 @@ class Averages(ActorLoss):
         """Run training's forward, with a graph or without."""
 
     def average(self, micro_batch: int, term: str, inside: torch.Tensor) -> tuple[float, float]:
-        """Return the share of some tokens, bool (B, T), in a term's average, and their part of its value.
+        """Return the share of some tokens, bool (B, T), in a term's average, and their part of the term's value.
 
-        Over all tokens and ranks shares add up to 1, and values to the batch's loss. For losses that use all tokens at
-        once the value is that of these tokens alone.
+        Over all tokens and ranks the shares add up to 1, and the values to the batch's loss. A loss that is no sum over
+        tokens has the value that it has on these tokens alone.
         """
         mode = aggregation_of(self.config) if term == "task" else self.config.loss_agg_mode
         mask, terms = self.token_mask(micro_batch), terms_of(self)
@@ -291,13 +297,13 @@ class Averages(ActorLoss):
         with torch.no_grad():
             given = Outputs(recorded.log_prob, recorded.entropy)
             loss = self.loss_under(micro_batch, given, settings, {MASK: inside.long()})
-        rng.restore()  # some losses draw: every term is of the same draw
+        rng.restore()  # some losses draw random numbers: every term has the same
         return float(loss)
 
     @abstractmethod
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
-        """Return a micro-batch's weight in a term's average over the batch, and whether its loss is divided by a
-        constant, so that fewer tokens make it smaller, instead of being a mean."""
+        """Return a micro-batch's weight in a term's average over the batch, and whether its loss is a sum over a
+        constant instead of a mean, so that fewer tokens make it smaller."""
 
 
 def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Localizer and stabilizers around a model's updates on a rank, and the parts of verl that they use."""
+"""Run localizer and stabilizers around a model's updates on a rank, and call the parts of verl that they need."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def device_of() -> Any:
 
 
 class ActorWatch:
-    """Calls the parts that are on; methods are in the order of their calls.
+    """Calls the localizer and the stabilizers, those that are on. Its methods are in the order of their calls.
 
     It is also the localizer's handle on verl: :class:`~...loop.localizer.TrainerHandle`. An adapter says where verl
     keeps the model, its optimizer, its fp16 scaler and its bound on the norm.
@@ -63,7 +63,7 @@ class ActorWatch:
         return self.clipping.clip(self.module, self.grad_clip)
 
     def make_space(self, ranks: Ranks | None) -> GradientSpace:
-        """Return the gradient; ``ranks`` hear where one of them fails in its part of a sum."""
+        """Return the trained parameters; with ``ranks`` all of them learn if one fails in its part of a sum."""
         return GradientSpace(self.module, ranks)
 
     def begin(self, policy: Policy | None) -> None:
@@ -80,7 +80,7 @@ class ActorWatch:
             self.localizer.after_backward()
 
     def before_step(self) -> torch.Tensor:
-        """Clip, look, and decide which gradient the step takes; returns the norm before clipping, a scalar."""
+        """Clip, look into a spike, and decide which gradient the step takes; returns the norm before clipping."""
         norm = self.clip()
         try:
             if self.localizer is not None:
@@ -90,7 +90,7 @@ class ActorWatch:
         return norm if self.stabilizer is None else self.stabilizer.before_step(norm)
 
     def end(self, metrics: dict[str, Any]) -> None:
-        """End an update: add the metrics that are the same on every rank."""
+        """End an update, and add the stabilizers' metrics, which are the same on every rank."""
         if self.localizer is not None:
             self.localizer.end_update()
         if self.stabilizer is not None:
@@ -114,7 +114,7 @@ class ActorWatch:
         return self.scaler is not None
 
     def clip(self) -> torch.Tensor:
-        """Clip, or with ``layer_clip`` only measure the norm: clipping then follows localization."""
+        """Clip; with ``layer_clip`` only measure the norm, since layers are clipped after localization."""
         return self.stabilizer.measure() if self._only_measures else self.clip_by_verl()
 
     def save_weights(self, global_step: int) -> str | None:
@@ -127,10 +127,10 @@ class ActorWatch:
 
 
 class Clipping:
-    """Calls verl's own clipping, and replaces it for a while.
+    """Calls verl's own clipping, and puts a function of ours in its place.
 
     Args:
-        holder: the module of verl's that clips: FSDP1 by the model's method, FSDP2 by a function that it has imported.
+        holder: verl's module that clips: FSDP1 by the model's method, FSDP2 by a function that this module imports.
     """
 
     def __init__(self, holder: ModuleType):
@@ -146,7 +146,7 @@ class Clipping:
 
     @contextlib.contextmanager
     def replaced(self, module: torch.nn.Module, instead: Callable[[], torch.Tensor]) -> Iterator[None]:
-        """Replace verl's clipping in its optimizer step, to look before the step."""
+        """Replace verl's clipping in its optimizer step, so that a spike is looked into before the step."""
         fsdp1 = {"clip_grad_norm_": lambda max_norm: instead()} if isinstance(module, FSDP1) else {}
         fsdp2 = {"fsdp2_clip_grad_norm_": lambda parameters, max_norm: instead()}
         with replaced(module, **fsdp1), replaced(self._holder, **fsdp2):
@@ -154,10 +154,10 @@ class Clipping:
 
 
 def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
-    """Write this rank's shards, and on the first process the files that verl's readers join them by.
+    """Write this rank's shards, and on the first process the files by which verl's readers join them.
 
-    verl's own writer has a barrier after it, where every rank would wait for one whose disk is full. So its files for
-    ``save_contents=[model]`` are written here, and ranks wait only to learn how it went.
+    verl's own writer ends in a barrier, where every rank would wait for one whose disk is full. So its files for
+    ``save_contents=[model]`` are written here, and ranks wait only to learn whether all have written.
 
     Args:
         module: under FSDP1 or FSDP2.
@@ -198,7 +198,7 @@ _KEY = "gradloc_report_"
 
 
 def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
-    """Return the answers of all processes of verl's worker group, in their order.
+    """Ask all processes of verl's worker group, and return their answers in the processes' order.
 
     Args:
         group: verl's.
@@ -210,5 +210,5 @@ def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
 
 
 def answer(value: Any) -> DataProto:
-    """Return this process' answer under a key of its own: verl keeps one of several with the same key."""
+    """Return this process' answer under its own key: of several answers with the same key verl keeps one."""
     return DataProto(meta_info={f"{_KEY}{dist.get_rank()}": value})

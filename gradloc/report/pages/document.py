@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the document of an event as data, which page, terminal and Markdown lay out."""
+"""Build an event's document as data; the page, the terminal and Markdown lay it out."""
 
 import shlex
 from collections import Counter
@@ -37,27 +37,27 @@ from ...record.columns import COLUMNS, OF_A_TOKEN
 from ..runs.events import bundle_folder, read_actor
 from ..runs.run import RunFolder
 
-CULPRITS = 40
-"""Most culprits in the table; the rest are counted."""
-_DETAILED = 4
-"""Most culprits of a cause with all of their numbers."""
-_ODD = 1.5
-"""From this factor on a statistic of the batch is worth a word."""
-_PARTS = 6
-"""Most rows, prompts and data sources."""
-_LISTED = ("advantage", "ratio")
-"""Columns of a culprit in the table."""
+_MAX_IN_TABLE = 40
+"""Culprits in the table at most; the others are counted."""
+_MAX_DETAILED = 4
+"""Culprits of one cause that are shown with all of their numbers, at most."""
+_UNUSUAL = 1.5
+"""A statistic of the batch is shown when it is this many times the run's, or less than one over it."""
+_MAX_PARTS = 6
+"""Rows, prompts and data sources whose shares are shown, at most of each."""
+_TABLE_COLUMNS = ("advantage", "ratio")
+"""Columns of :data:`COLUMNS` that the table of culprits has."""
 _REPLAYED = {
     "none": "the step",
     "subtract": "the culprits alone",
     "swap": "the culprits' micro-batches",
     "recompute": "a micro-batch without the culprits",
 }
-"""The passes that a certificate replays, by method."""
+"""What was replayed for the certificate's error, by its method."""
 
 
 class TokenCell(NamedTuple):
-    """A cell with a culprit's text, and its token ids for a reader that wants no text."""
+    """A cell with a culprit's text, and its token ids for a report without text."""
 
     text: str
     ids: tuple[int, ...]
@@ -89,7 +89,7 @@ class Lines(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Blocks that can be unfolded; a terminal shows only the summary of a closed one."""
+    """Blocks under a summary that can be opened; of a closed one the terminal shows the summary alone."""
 
     summary: str
     blocks: "list[Block]"
@@ -102,7 +102,7 @@ Block = str | Heading | Table | Facts | Lines | Fold
 
 
 class Section(NamedTuple):
-    """Blocks under a title; one without blocks is left out."""
+    """Blocks under a title. A section without blocks is left out."""
 
     name: str
     title: str
@@ -114,14 +114,14 @@ class EventDocument(NamedTuple):
 
     event: Event
     title: str
-    """The place in training."""
+    """The step, and what part of it."""
     verdict: str
     headline: str
     lede: str
     quote: tuple[str, str, str] | None
     """Text before the largest culprit, its own, and the text after it."""
     named: str
-    """Parameters or tensors that made the spike, where no token did."""
+    """The parameters or tensors that made the spike, in a sentence, where no token did."""
     figures: list[tuple[str, str, str]]
     """Triples of value, caption and remark."""
     sections: list[Section]
@@ -132,12 +132,12 @@ class EventDocument(NamedTuple):
 
 
 def document(event: Event, run: RunFolder) -> EventDocument:
-    """Make the document of an event from its record, its run and the run's settings."""
+    """Make an event's document from its record and its run's folder."""
     root = run.events_root or run.path
-    actor, shown = read_actor(root, event), event.by_size[:CULPRITS]
+    actor, shown = read_actor(root, event), event.by_size[:_MAX_IN_TABLE]
     sections = [
-        _hurt(event, run, what_followed(event, _clip(event, actor))),
-        _todo(event, actor),
+        _aftermath(event, run, what_followed(event, _clip(event, actor))),
+        _what_to_do(event, actor),
         Section("context", "Which run", [Facts([(name, value, "") for name, value in context(event, run)])]),
         _culprits(event, shown),
         _why(event, shown),
@@ -159,7 +159,7 @@ def _title(event: Event) -> str:
 
 
 def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
-    """Return the clip limit from the event, else from its bundle; None where it is not known."""
+    """Return the norm that gradients are clipped to, from the event or the run's settings; None if unknown."""
     if event.consequence is not None:
         return event.consequence.grad_clip
     try:
@@ -172,12 +172,12 @@ def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
 # ---- the first screen
 
 
-def _hurt(event: Event, run: RunFolder, given: list[str]) -> Section:
+def _aftermath(event: Event, run: RunFolder, followed: list[str]) -> Section:
     hurt = impact_of(event, run.metrics.known)
-    return Section("hurt", f"Did it hurt? {hurt.answer.capitalize()}", [hurt.why, *given])
+    return Section("hurt", f"Did it hurt? {hurt.answer.capitalize()}", [hurt.why, *followed])
 
 
-def _todo(event: Event, actor: Mapping[str, Any]) -> Section:
+def _what_to_do(event: Event, actor: Mapping[str, Any]) -> Section:
     do, others = next_step(event, actor), tried(event)
     blocks: list[Block] = []
     if do is not None:
@@ -190,7 +190,7 @@ def _todo(event: Event, actor: Mapping[str, Any]) -> Section:
 
 
 def context(event: Event, run: RunFolder) -> list[tuple[str, str]]:
-    """Return where an event comes from, and how many of its run's events are similar."""
+    """Return pairs of name and value that say where an event comes from, and how often its run had similar ones."""
     made, first = event.run, event.leader
     made_by = (made.trainer, made.torch and f"torch {made.torch}", made.gradloc and f"gradloc {made.gradloc}")
     row = "" if first is None or first.data_row is None else f"row {first.data_row}"
@@ -208,9 +208,9 @@ def context(event: Event, run: RunFolder) -> list[tuple[str, str]]:
 
 
 def _sampled(versions: tuple[int, int], step: int | None) -> str:
-    """Say which weights sampled it and their lag: step n's own rollout uses those of step n - 1."""
+    """Say which weights sampled the culprit, and how far behind they were: step n is sampled by step n - 1's."""
     behind = 0 if step is None else max(step - 1 - versions[1], 0)
-    return f"by the weights of {_each('step', *versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
+    return f"by the weights of {_range('step', *versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
 
 
 def _when(time: str | None) -> str | None:
@@ -233,7 +233,7 @@ def culprit_count(event: Event) -> str:
 def _culprits(event: Event, shown: Sequence[Culprit]) -> Section:
     if not shown:
         return Section("tokens", "The tokens", [])
-    columns = [name for name in _LISTED if any(culprit.at(name) is not None for culprit in shown)]
+    columns = [name for name in _TABLE_COLUMNS if any(culprit.at(name) is not None for culprit in shown)]
     head = ("token", "where", "share", "norm", *(COLUMNS[name].label for name in columns), "cause")
     blocks: list[Block] = [Table(head, [_row(event, culprit, columns) for culprit in shown])]
     hidden = len(event.culprits) - len(shown)
@@ -259,7 +259,7 @@ def _token(culprit: Culprit) -> TokenCell:
 
 
 def place_in_batch(event: Event, of: Culprit | TokenSequence) -> str:
-    """Say in which row something is, with the rank and the micro-batch where there are several."""
+    """Say in which row something is, with its rank and micro-batch if there are several."""
     parts = [f"row {number(of.micro_batch_row)}"]
     if event.step.num_micro_batches != 1:
         parts.insert(0, f"micro-batch {number(of.micro_batch)}")
@@ -300,16 +300,18 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
     for label, members in by_cause.items():
         meaning = cause_info(label)
         blocks += [Heading(meaning.title), meaning.means]
-        for at, culprit in enumerate(members[:_DETAILED]):
-            first, rest = _facts(event, culprit)
+        for at, culprit in enumerate(members[:_MAX_DETAILED]):
+            first, rest = _numbers(event, culprit)
             more = [Fold(plural(len(rest), "more number"), [Facts(rest)])] if rest else []
             blocks.append(Fold(_place(event, culprit), [Facts(first), *more], not at, _token(culprit)))
-        if len(members) > _DETAILED:
-            blocks.append(f"And {plural(len(members) - _DETAILED, 'culprit')} more with this cause.")
+        if len(members) > _MAX_DETAILED:
+            blocks.append(f"And {plural(len(members) - _MAX_DETAILED, 'culprit')} more with this cause.")
         blocks += _advice(event, meaning)
     if not blocks:
         blocks = ["No token was named, so there is no cause to give."]
-    ratios = {name: value for name, value in (event.batch.over_run or {}).items() if not 1 / _ODD <= value <= _ODD}
+    ratios = {
+        name: value for name, value in (event.batch.over_run or {}).items() if not 1 / _UNUSUAL <= value <= _UNUSUAL
+    }
     over_run = [f"{spoken(name)} {number(value, 3)}×" for name, value in ratios.items()]
     blocks += [f"Against the run's usual: {', '.join(over_run)}."] if over_run else []
     return Section("why", "Why", blocks)
@@ -320,10 +322,10 @@ def _advice(event: Event, meaning: CauseInfo) -> list[Block]:
     return [Fold("What people do about it", [Lines(dict(found))])] if found else []
 
 
-def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """Return a culprit's known numbers: the essential ones and the others.
+def _numbers(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Return a culprit's known numbers as two lists, the essential ones and the others.
 
-    The number that its cause is about comes first, with a remark.
+    The number that the culprit's cause is about comes first, with a remark.
     """
     facts = {name: (column.label, culprit.at(name)) for name, column in OF_A_TOKEN.items()} | {
         "sequence_ratio": ("ratio of the sequence", culprit.sequence_ratio),
@@ -333,7 +335,7 @@ def _facts(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]], 
     facts |= {name: (_in_words(name), value) for name, value in culprit.cause.numbers.items() if name not in COLUMNS}
     known = {name: (label, number(value), "") for name, (label, value) in facts.items() if value is not None}
     if culprit.versions is not None:
-        known["versions"] = ("sampled by the weights of", _each("step", *culprit.versions), "")
+        known["versions"] = ("sampled by the weights of", _range("step", *culprit.versions), "")
     meaning, odd = cause_info(culprit.cause.label), odd_number(culprit)
     about, remark = meaning.column, odd or "the odd one"
     if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
@@ -351,7 +353,7 @@ def _in_words(name: str) -> str:
     return name.replace("_over_", " / ").replace("_", " ")
 
 
-def _each(noun: str, first: int, last: int) -> str:
+def _range(noun: str, first: int, last: int) -> str:
     """Write a range: ``step 3``, ``steps 3 to 5``."""
     return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
@@ -365,7 +367,7 @@ def _where(event: Event) -> Section:
     found = event.shares
     kinds = () if found is None else (("row", found.rows), ("prompt", found.prompts), ("data source", found.sources))
     blocks += [
-        Table((kind, "share of the spike", "rows", "tokens"), [_part(part) for part in parts[:_PARTS]])
+        Table((kind, "share of the spike", "rows", "tokens"), [_part(part) for part in parts[:_MAX_PARTS]])
         for kind, parts in kinds
         if parts
     ]
@@ -379,9 +381,9 @@ def _where(event: Event) -> Section:
     status = search.status.replace("_", " ") + (f": {search.stop_reason}" if search.stop_reason else "")
     blocks.append(f"The search: {', '.join(parts)}; {status}.")
     if search.path:
-        hidden = len(search.path) - LIMIT
+        hidden = len(search.path) - _MAX_PROBES
         rest: list[Block] = [f"And {plural(hidden, 'part')} more."] if hidden > 0 else []
-        path = Table(("part", "norm", "threshold", "outcome"), [_probe(probe) for probe in search.path[:LIMIT]])
+        path = Table(("part", "norm", "threshold", "outcome"), [_probe(probe) for probe in search.path[:_MAX_PROBES]])
         blocks.append(Fold("Its path: each part's norm and threshold", [path, *rest]))
     return Section("where", "Where it is", blocks)
 
@@ -415,7 +417,7 @@ def _proof(event: Event, run: RunFolder, root: Any) -> Section:
         blocks.append(
             " ".join([f"Which link broke: {LINKS[event.fault.at]}.", *fault_sentences(event), before]).strip()
         )
-    blocks += _again(event)
+    blocks += _replays(event)
     reason = f" ({action.reason})" if action.reason else ""
     blocks.append(f"Action: {ACTIONS.get(action.taken, action.taken)}{reason}.")
     folder = bundle_folder(root, event)
@@ -435,8 +437,8 @@ def _no_bundle(event: Event, folder: Path | None) -> str:
     return "The event's bundle is missing, so it cannot be replayed from here."
 
 
-def _again(event: Event) -> Iterator[str]:
-    """Yield sentences about replays of the step, and the norm at the head."""
+def _replays(event: Event) -> Iterator[str]:
+    """Yield sentences about replays of the step, and about the head's part of the norm."""
     rerun, difference = event.rerun, event.certificate.replay_difference
     if rerun is not None:
         outcome = "it came back" if rerun.is_reproduced else "it did not come back"
@@ -449,9 +451,9 @@ def _again(event: Event) -> Iterator[str]:
         yield f"The output head's part of the gradient has norm {number(event.head_grad_norm)}."
 
 
-LIMIT = 160
-"""Most parts of a path that are listed."""
-STAGES = {
+_MAX_PROBES = 160
+"""Rows of the search's path that are listed, at most."""
+_PHASES = {
     "share": "shares of all tokens",
     "coefficients": "loss coefficients",
     "verify": "candidate, measured alone",
@@ -459,14 +461,14 @@ STAGES = {
     "sketch": "norms by random directions",
     "bisect": "bisection",
 }
-"""Phases that are about no part of the batch."""
+"""Names of the search's phases that measure no single part of the batch."""
 
 
 def _probe(probe: PathEntry) -> tuple[str, ...]:
-    """Return a row of the path: part, norm, threshold, outcome."""
+    """Return a row of the search's path: part, norm, threshold, outcome."""
     places = [] if probe.micro_batch is None else [f"micro-batch {probe.micro_batch}"]
-    places += [_each("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
-    places += [_each("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []
-    part = STAGES.get(probe.phase) or ", ".join(places) or probe.phase
+    places += [_range("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
+    places += [_range("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []
+    part = _PHASES.get(probe.phase) or ", ".join(places) or probe.phase
     note = f" ({one_line(probe.note, 200)})" if probe.note else ""
     return part, number(probe.norm, 3), number(probe.threshold, 3), spoken(probe.verdict) + note
