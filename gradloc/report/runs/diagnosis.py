@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnoses a run by its log alone: what exploded, the effects, and what to do now.
+"""Diagnose a run by its log alone: what exploded, what that did to the run, and what to do now.
 
-It names a checkpoint to resume from only where that is certainly the run's own.
+A checkpoint to resume from is named only if it is certainly the run's own.
 """
 
 import math
@@ -39,16 +39,18 @@ from .signals import (
 )
 from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
 
-AROUND = 5
-"""Values before an explosion whose median is its reference."""
-SHORT = 8
-"""Fewer norms say nothing of a run."""
-AFTER = 30
-"""Steps after an explosion in which its effects are looked for."""
+_LEVEL = 5
+"""Values whose median is a metric's level before an explosion, or after it."""
+_MIN_NORMS = 8
+"""A run with fewer norms is not judged."""
+_WITHIN = 30
+"""Values after an explosion among which its effects are looked for."""
 _DECIDING = {"reward", "loss"}
-"""Effects that decide whether a spike did harm."""
-_CURVES, _NEAR = 3, 20
-"""Small curves around an explosion at most, and the values before and after it that each has."""
+"""The metrics that decide whether an explosion did harm."""
+_MAX_CURVES = 3
+"""Small curves around an explosion, at most."""
+_NEAR = 20
+"""Values before an explosion that show how much a metric scatters. A curve has as many on either side."""
 
 
 @dataclass
@@ -74,17 +76,17 @@ class Diagnosis:
 
     @property
     def label(self) -> str:
-        """Return the kind in words; empty where the norms are healthy."""
+        """The kind in words; empty where the norms are healthy."""
         return KINDS.get(self.kind, "")
 
     @property
     def advice(self) -> str:
-        """Return the sentence on whether and where to go back; empty where nothing is wrong."""
+        """The sentence on whether and where to go back; empty where nothing is wrong."""
         return self.sentences[-1] if self.sentences else ""
 
     @property
     def ground(self) -> str:
-        """Say which rows and metrics it was judged from."""
+        """A sentence on the rows and metrics that the run was judged from."""
         metrics = self.run.metrics
         names = [metrics.norm or "", *(metrics.first(known) for _, known, *_ in EFFECTS)]
         own = dict.fromkeys(metrics.own(name) for name in names if name)
@@ -107,8 +109,8 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     """Diagnose a run.
 
     Args:
-        run: from its log.
-        settings: of the trigger's rule.
+        run: the run, as its log was read.
+        settings: the settings of the trigger's rule; None: the defaults.
     """
     beyond = findings(run)
     if all(part.norm is None for part in run.parts):
@@ -118,7 +120,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         made.is_judged = bool(beyond) or max(counts) > HealthConfig().warmup
         if beyond:
             made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
-            _say(made, beyond)
+            _lead_with(made, beyond)
         return made
     judged = judge_run(run, settings)
     explosions = [
@@ -138,11 +140,11 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     kind, masked = clipped_or_zero(judged, [value for _, value in loss_of(run.metrics)[1]])
     made = Diagnosis(run, "", explosions=explosions, limits=[*limits, *_overwritten(run)], judged=judged)
     if not explosions:
-        made.kind, made.headline = kind, masked or _calm(judged)
-        made.is_judged = bool(kind or beyond) or sum(map(len, judged)) >= SHORT
+        made.kind, made.headline = kind, masked or _without_explosion(judged)
+        made.is_judged = bool(kind or beyond) or sum(map(len, judged)) >= _MIN_NORMS
         if beyond and kind != "zero":
             made.limits += [masked] if masked else []
-            _say(made, beyond)
+            _lead_with(made, beyond)
         return made
     made.limits += [masked] if masked else []
     worst = explosions[0]
@@ -169,7 +171,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(explosions)
     made.sentences.append(_on_tokens(run.metrics, worst.peak.step))
-    advice, made.command = _go_on(run, explosions, is_hurt, bool(sound))
+    advice, made.command = _advise_resume(run, explosions, is_hurt, bool(sound))
     made.sentences.append(advice)
     return made
 
@@ -185,8 +187,8 @@ def _on_tokens(metrics: Metrics, step: int) -> str:
     return f"GradLoc was on, and took step {step} for no spike: {why}."
 
 
-def _say(made: Diagnosis, found: list[Sign]) -> None:
-    """Lead the diagnosis with findings of other metrics than the norm."""
+def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
+    """Make findings of other metrics than the norm the headline and the sentences of a diagnosis."""
     first, *others = found
     made.kind, made.headline = first.kind, first.sentence
     made.sentences += [finding.sentence for finding in others]
@@ -198,14 +200,14 @@ def _say(made: Diagnosis, found: list[Sign]) -> None:
 
 
 def _unseen(run: LoggedRun) -> list[str]:
-    """Note that steps between the logged ones are not seen."""
+    """Note how many steps between the logged ones are not seen."""
     apart = interval(run.metrics)
     if apart < 2:
         return []
     return [f"Only one step in {apart} is logged: a spike in the others would not be seen."]
 
 
-def _calm(judged: Sequence[Sequence[Judged]]) -> str:
+def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
     """Describe a run without explosions by its largest norm."""
     steps = [step for segment in judged for step in segment if math.isfinite(step.norm)]
     above = [step.norm for step in steps if step.norm > 0]
@@ -215,13 +217,13 @@ def _calm(judged: Sequence[Sequence[Judged]]) -> str:
         )
     largest, normal = max(steps, key=lambda step: step.norm), median(above)
     others = [norm for norm in above if norm < largest.norm]
-    if len(steps) < SHORT and others and largest.norm >= EARLY * max(others):
+    if len(steps) < _MIN_NORMS and others and largest.norm >= EARLY * max(others):
         times, highest = number(largest.norm / max(others), 3), number(max(others), 3)
         return (
             f"Too short to judge: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step "
             f"{largest.step} is {times} times the largest of the others, {highest}."
         )
-    if len(steps) < SHORT and largest.norm < EARLY * normal:
+    if len(steps) < _MIN_NORMS and largest.norm < EARLY * normal:
         norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
         return f"Too short to judge: {plural(len(steps), 'step')}, of norm {norms}; none of them stands out."
     if largest.norm >= EARLY * normal and any(largest in part and len(part) < 16 for part in judged):
@@ -249,6 +251,7 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
 
 
 def _overwritten(run: LoggedRun) -> list[str]:
+    """Note which steps a resume overwrote, and the worst of what was discarded."""
     made = []
     for segment, lost in run.overwritten:
         verb = "was" if len(lost) == 1 else "were"
@@ -272,7 +275,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     metrics = surviving(worst.segment)
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
         name, logged = loss_of(metrics)
-        before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-AROUND:]
+        before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-_LEVEL:]
         is_last = before and logged[-1][0] == worst.first
         if is_last and (logged[-1][1] > 1.3 * max(before) > 0 or not math.isfinite(logged[-1][1])):
             was, now = number(median(before), 3), number(logged[-1][1])
@@ -280,7 +283,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         return "The log ends here, so its effect is unknown.", None
     changes, steady, lasting = [], [], set()
     is_growth = worst.kind == "growth"  # it is its own aftermath
-    within, last = (None, worst.first) if is_growth else (AFTER, worst.steps[-1].step)
+    within, last = (None, worst.first) if is_growth else (_WITHIN, worst.steps[-1].step)
     for effect, names, fall, rise in EFFECTS:
         known = next(filter(None, map(metrics.known, names)), [])
         if effect == "loss" and not loss_of(metrics)[1]:
@@ -290,7 +293,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
             changes.append(f"{effect} {change.sentence}")
             lasting |= set() if change.is_back else {effect}
             steady += [effect] if effect in _DECIDING and change.is_back else []
-        elif sum(step > last for step, _ in known) >= AROUND and effect in ("reward", "entropy", "loss"):
+        elif sum(step > last for step, _ in known) >= _LEVEL and effect in ("reward", "entropy", "loss"):
             steady.append(effect)
     is_harmless = bool(_DECIDING & {*steady}) and not lasting
     hurt = True if _DECIDING & lasting else False if is_harmless else None
@@ -318,14 +321,14 @@ def aftermath(worst: Explosion) -> list[Aftermath]:
         after = [point for point in known if point[0] > last][:_NEAR]
         change = _change(known, worst.first, fall, rise)
         if len(before) >= 3 and after and len({value for _, value in near + after}) > 1:
-            was, now = (median(value for _, value in part[-AROUND:]) for part in (before, after))
+            was, now = (median(value for _, value in part[-_LEVEL:]) for part in (before, after))
             made.append(Aftermath(title, (*near, *after), was, now, change is not None and not change.is_back))
     made.sort(key=lambda part: (part.title not in ("reward", "entropy"), not part.is_worse))
-    return made[:_CURVES]
+    return made[:_MAX_CURVES]
 
 
 class _Change(NamedTuple):
-    """How far a metric went after a step."""
+    """A metric's change after a step."""
 
     sentence: str
     is_back: bool
@@ -333,7 +336,7 @@ class _Change(NamedTuple):
 
 
 def _change(
-    known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None, within: int | None = AFTER
+    known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None, within: int | None = _WITHIN
 ) -> _Change | None:
     """Return a metric's change in the values after a step, ``within`` of them; None where it only scattered."""
     before = [value for at, value in known if at <= step][-_NEAR:]
@@ -341,7 +344,7 @@ def _change(
     near = after[:within]
     if not before or not near:
         return None
-    was = median(before[-AROUND:])
+    was = median(before[-_LEVEL:])
     scatter = 4 * median(abs(value - was) for value in before)
     low, high = min(value for _, value in near), max(value for _, value in near)
     if fall is not None and was - low > max(scatter, (1 - fall) * abs(was)) and was != 0:
@@ -352,8 +355,8 @@ def _change(
         return None
     there = next(at for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
     change = f"{verb} from {number(was, 2)} to {number(reached, 2)} within {plural(there - step, 'step')}"
-    last = median(value for _, value in after[-AROUND:])
-    is_back = len(after) > 2 * AROUND and abs(last - was) < 0.5 * abs(reached - was)
+    last = median(value for _, value in after[-_LEVEL:])
+    is_back = len(after) > 2 * _LEVEL and abs(last - was) < 0.5 * abs(reached - was)
     return _Change(f"{change} and came back" if is_back else change, is_back)
 
 
@@ -363,6 +366,7 @@ def _is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:
 
 
 def _others(explosions: Sequence[Explosion]) -> list[str]:
+    """List the explosions besides the worst in a sentence, without those that are its effect; empty without any."""
     worst, *others = explosions
     is_broken = worst.kind in ("collapse", "level")  # what follows it is its effect
     last = worst.segment.last if is_broken else worst.first
@@ -376,8 +380,10 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
     return [f"{plural(len(others), 'other spike')}: step {steps}{more}."]
 
 
-def _go_on(run: LoggedRun, explosions: Sequence[Explosion], is_hurt: bool | None, is_sound: bool) -> tuple[str, str]:
-    """Say whether and where to go back from the first explosion, the worst, with the line that does it."""
+def _advise_resume(
+    run: LoggedRun, explosions: Sequence[Explosion], is_hurt: bool | None, is_sound: bool
+) -> tuple[str, str]:
+    """Say whether and where to go back because of the worst explosion, the first, and return the options that do it."""
     worst = explosions[0]
     is_first = bool(worst.lost) and worst.first == run.segments[0].first
     begin = begins(run) if is_first else "start"
@@ -427,7 +433,7 @@ ON = "+gradloc=observe"
 """Switches GradLoc on in verl."""
 _CHECKPOINT = re.compile(r"(?:global_step_|checkpoint-)(\d{1,15})")
 _SLACK = 120.0
-"""Seconds that a checkpoint may be newer than the log's last line."""
+"""Seconds by which a checkpoint may be newer than the log."""
 
 
 def turn_on(run: LoggedRun) -> str:
@@ -439,9 +445,12 @@ def turn_on(run: LoggedRun) -> str:
 
 
 def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
-    """Say where to resume from, with the options or code that do it, empty where there are none.
+    """Say where to resume from, and return the options or the code that do it, "" where there are none.
 
-    ``before`` is the first step that must not be in the checkpoint; the sentence begins with the condition.
+    Args:
+        run: the run.
+        before: the first step that must not be in the checkpoint.
+        condition: the sentence's beginning; "" where it has none.
     """
     known = sorted(checkpoints(run))
     earlier = [path for step, path in known if step < before]
@@ -472,7 +481,10 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
 
 
 def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
-    """Yield the run's own checkpoints by step: not empty, not newer than the log; none where steps were counted."""
+    """Yield the run's own checkpoints as (step, folder).
+
+    Empty ones and those newer than the log are left out; so are all where the log does not give its steps.
+    """
     if run.folder is None or run.is_counted:
         return
     logs = [run.folder / Path(segment.metrics.source).name for segment in run.segments]
@@ -490,7 +502,7 @@ def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
 
 
 def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:
-    """Yield folders that may hold the run's checkpoints: by its settings, else its log's if no other log is there."""
+    """Yield folders that may hold the run's checkpoints: those of its settings, else its log's if that log is alone."""
     if _CHECKPOINT.fullmatch(own.name):  # a trainer_state.json in a checkpoint
         yield own.parent
         return
