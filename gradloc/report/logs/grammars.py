@@ -24,10 +24,10 @@ _BEFORE_DICT = re.compile(
 )
 _STEP = (  # Step... (500 | is Flax'
     r"(?:\.\.\. \()?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\.\d|\s*%)"
-    r"(?:\s*/\s*\d+)?\]?"
+    r"(?:\s*/\s*\d+(?![\d.]))?\]?"
 )
 HEADED_BY_STEP = re.compile(
-    rf"\b(?:(?:global|train|training)[_ ])?steps?\b(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
+    rf"\b(?:(?:global|train|training)[_ ])?steps?(?:\b|_)(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?"
@@ -50,19 +50,31 @@ _EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})", re.IGNORECASE)
 NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _OPENED = r"(?:[\w.]+\(|[\['\"])*"
 """Opening text before a number: ``tensor(``, ``[``, a quotation mark."""
+_IS = "(?:[:=]>?|->|→)"
 PAIRS = re.compile(
-    rf"['\"]([^'\"]{{1,120}})['\"]\s*[:=]\s*{_OPENED}({NUMBER})(?![\w.])"
+    rf"['\"]([^'\"]{{1,120}})['\"]\s*{_IS}\s*{_OPENED}({NUMBER})(?![\w.])"
     # a name of at most eight words: a line may hold a whole answer
     rf"|(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
-    rf"\s*[:=]\s*{_OPENED}({NUMBER})(?![\w.]*\d)"
+    rf"\s*{_IS}\s*{_OPENED}({NUMBER})(?![\w.]*\d)"
     # no sign between: the name is known, or the line's parts are set apart; a step may come first: loss 73 0.25
-    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost)(?:/[a-z]+)?)"
-    rf"\]?\s+(?:is\s+|\|\s+|\d+\s+(?=[-\d]|nan\b))?({NUMBER})(?![\w.]*\d)"
+    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost|\bnll|\bgn|\bgrad)(?:/[a-z]+)?)"
+    rf"\]?\s+(?:is\s+|\|\s+|\(|\d+\s+(?=[-\d]|nan\b))?({NUMBER})(?![\w.]*\d)"
     rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
     re.IGNORECASE,
 )
 _WORDS = re.compile(rf"(?:(?<!\s)\s*\b([a-z][\w/.-]{{0,40}})\s+({NUMBER}))(?=\s+[a-z]|\s*$)", re.IGNORECASE)
 """A name and a number, on a line that holds nothing else."""
+_UNITS = r"(?:(?:%|m?s\b|[KMG]i?B\b)\s?)?"
+_BEHIND = re.compile(
+    rf"[\s|,;/\]\[)}}>:-]*((?<![\w.]){NUMBER}\s?{_UNITS}[a-z][\w/.]*(?: [a-z][\w/.]*)?"
+    rf"(?:[\s|,;/\]\[-]+{NUMBER}\s?{_UNITS}[a-z][\w/.]*(?: [a-z][\w/.]*)?)+)[\s|,;/\]\[-]*$",
+    re.IGNORECASE,
+)
+"""Numbers with the name behind each, to the end of a line."""
+_ENDS_IN_UNIT = re.compile(r"\d\s?(?:m?s|secs?|seconds?|min|h|x|[KMG]i?B|\w+/s\w*|s/\w+)$", re.IGNORECASE)
+_ITS_PAIRS = re.compile(rf"({NUMBER})\s?{_UNITS}([a-z][\w/.]*(?: [a-z][\w/.]*)?)", re.IGNORECASE)
+SYMBOL = re.compile(r"(?:\|{1,2}|‖)\s*(?:g|grad|∇\w?)\s*(?:\|{1,2}|‖)", re.IGNORECASE)
+"""A gradient norm as formulas have it."""
 _STATISTICS = {"mean", "avg", "average", "median", "min", "max", "std"}
 _SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
 """What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
@@ -72,6 +84,21 @@ _UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb] |m?s |[a-z]+/s(?:ec|tep)? |s/[a-z]+ |(?:
 """At the beginning of a name, a unit of the value before, or counts as ``E2/10 B50/500``."""
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
+
+
+def behind(text: str) -> int | None:
+    """Return where numbers with the name behind each begin; None where a name comes first, as usual.
+
+    >>> behind("(47) 2.5 loss | 0.48 norm"), behind("loss 2.5 norm 0.48 time 12 ms")
+    (5, None)
+    """
+    end = text[-25:].rstrip(" |]/\r")
+    if not end[-1:].isalpha() or "=" in end or _ENDS_IN_UNIT.search(end):
+        return None
+    text = re.sub(r"\d+:\d\d(?::\d\d)?", lambda time: "0" * len(time[0]), text)
+    found = _BEHIND.search(text)
+    is_first = found is not None and not re.search(r"[a-z_]\W{0,3}$", text[: found.start(1)], re.IGNORECASE)
+    return found.start(1) if found is not None and is_first else None
 
 
 def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]:
@@ -89,8 +116,12 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     {'Reward mean': 0.5, 'Reward std': 0.1}
     >>> pairs("grad_norm={'0_a': 3.0, '1_b': 4.0} tgs=7")
     {'tgs': 7.0, 'grad_norm': 5.0}
+    >>> pairs(" | 2.5 loss | 0.48 grad norm |"), pairs("norm -> 0.48")
+    ({'loss': 2.5, 'grad norm': 0.48}, {'norm': 0.48})
     """
     text = text[start:end]
+    if (at := behind(text)) is not None:
+        return {intern(name): as_float(value) for value, name in _ITS_PAIRS.findall(text, at)}
     subject = _SUBJECT.match(text)
     made: dict[str, float] = {}
     norms = {}
@@ -111,7 +142,7 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     return made | norms
 
 
-_OF_TRAINING = re.compile(r"loss|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE)
+_OF_TRAINING = re.compile(r"loss|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE)
 _BLOCK = re.compile(
     r"(?<![=─━])[=─━]{3,}(?: \[\w+\] -)?(?i:[ \w]{0,60}step) ?(\d{1,15})(?:/\d+)?\s*[=─━]{3,}"
     r"|\bTrain step (\d{1,15})/\d+ done|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$"
@@ -552,7 +583,8 @@ class Labelled(Grammar):
         values, above = pairs(line), self.rows[process][-1][1]
         if _ERROR.match(line) or not any(is_norm(name) or is_training_loss(name) for name in values):
             return False
-        is_more = values.keys().isdisjoint(above) and (line[:1].isspace() or not NOT_TRAINING.search(line))
+        is_new = {name.lower() for name in values}.isdisjoint(map(str.lower, above))  # Loss is nan, stopping training
+        is_more = is_new and (line[:1].isspace() or not NOT_TRAINING.search(line))
         self.num_again += not is_more and line[:1].isspace() and any(map(is_norm, values))
         if is_more:
             above.update(values)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .grammars import NOT_TRAINING, PAIRS, Grammar, pairs
+from .grammars import NOT_TRAINING, PAIRS, Grammar, behind, pairs
 from .names import is_norm, is_training_loss
 from .recording import Row
 
@@ -52,7 +52,11 @@ class Guessed(Grammar):
         if wanted:
             named = [found.span(found.lastindex) for found in PAIRS.finditer(line)]
             text = _TIME.sub(lambda found: " " * len(found[0]), line)
+            if (at := behind(line)) is not None:
+                named = [(at, len(line))]
             free = [at for at in _COUNT.finditer(text) if not any(a <= at.start() < b for a, b in named)]
+            # what comes behind the metrics may be in some lines only
+            free = [at for at in free if at.start() < named[0][0]] if named else free
             if named and not _NO_ROW.search(line, 0, named[0][0]):
                 self._kept[wanted, len(free)][process].append(([float(at[1]) for at in free], values))
                 self.num_kept += 1

@@ -24,6 +24,7 @@ from .grammars import (
     HEADED_BY_STEP,
     HEADED_GLOBALLY,
     NUMBER,
+    SYMBOL,
     Bar,
     Blocks,
     Console,
@@ -82,7 +83,7 @@ _SAVED = re.compile(
     re.IGNORECASE,
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
-_WORDS = tuple("tep { iter Iter • │ orm oss it/ poch pisode eward LOSS STEP Cost cost perplexity [batch :[".split())
+_WORDS = tuple("tep { iter Iter • │ orm oss it/ poch pisode eward LOSS STEP Cost cost perplexity [batch :[ nll grad".split())
 """Matches where a grammar may want a line: a quick look before any is tried."""
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
@@ -142,6 +143,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             continue
         if "\x1b" in line or "[0m" in line:
             line = _plain(line)
+        if "|g" in line or "∇" in line or "‖" in line:
+            line = SYMBOL.sub("grad_norm", line)
         if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
             num_commas += 1
             line = _COMMA.sub(".", line)
@@ -219,9 +222,9 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     return made
 
 
-def _amount(grammar: Grammar) -> tuple[int, int]:
-    """Return how many norms and rows a grammar has read."""
-    return grammar.num_norms, sum(map(len, grammar.rows.values()))
+def _amount(grammar: Grammar) -> tuple[int, int, bool]:
+    """Return how many norms and rows a grammar has read, and whether the rows say their step."""
+    return grammar.num_norms, sum(map(len, grammar.rows.values())), not grammar.is_counted
 
 
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")

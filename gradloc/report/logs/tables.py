@@ -27,6 +27,8 @@ SAMPLE = 200
 """Rows by which a table is understood."""
 _PRINTED = re.compile(r"\x1b\[|pid=\d+\)|\d%\|.*\[[\d:]+<|\bstep:\d+ - |\{'\w+': |\bOVERFLOW!")
 """Marks of a console log that no table holds: a colour, Ray's prefix, a progress bar, a step of verl, a dict."""
+_NAMED = re.compile(r"[a-z]\s*[:=]\s*[-\d]|[a-z]\s+-?\d+\.\d|^\s*-?\d[\d.,e+-]*%?[\s-]+[a-z]", re.IGNORECASE)
+"""A name with its value, or a value with its name, which no head of a table holds."""
 _CONTEXT = re.compile(r"\{['\"]\w+['\"]: ['\"]([^'\"]*)['\"]\}")
 """Aim's {'subset': 'train'}."""
 _TAG = re.compile(r"(?:^|-)tag-(.+)$")
@@ -41,7 +43,7 @@ def is_table(source: Source) -> bool:
     if delimiter is None or len(lines) < 2 or any(map(_PRINTED.search, lines[:5])):
         return False
     head = _head(lines[0], delimiter)
-    if any(name and number(name) is not None for name in head):
+    if any(name and (number(name) is not None or _NAMED.search(name)) for name in head):
         return False
     if _step_column(head) is None and not any(map(is_norm, head)):
         return False

@@ -133,7 +133,7 @@ def interval(metrics: Metrics) -> int:
 def findings(run: LoggedRun) -> list[Sign]:
     """Find what is wrong with a run apart from single norms, the surest first."""
     metrics = run.metrics
-    found = [*_not_finite(run), _reported(run), _skipped(run), _vanished(metrics), _height(metrics)]
+    found = [*_not_finite(run), _reported(run), _skipped(run), _zeroed(run), _vanished(metrics), _height(metrics)]
     found.append(_collapse(metrics) or _loss_spike(metrics) or _blown_up(metrics))
     return [finding for finding in found if finding is not None and finding.kind]
 
@@ -263,6 +263,21 @@ def _skips_of(run: LoggedRun) -> list[Skip]:
         for step, count in counted
         for _ in range(min(int(count), 1000) if count > 0 else 0)
     ]
+
+
+def _zeroed(run: LoggedRun) -> Sign | None:
+    """Find a supervised loss that is exactly 0 to the end, as a Trainer writes a NaN."""
+    metrics = run.metrics
+    name, logged = loss_of(metrics)
+    num_zeros = next((at for at, (_, value) in enumerate(reversed(logged)) if value != 0), len(logged))
+    before = logged[: len(logged) - num_zeros]
+    is_sudden = before and before[-1][1] > 0.1 and is_supervised(metrics)
+    if num_zeros < 2 or not is_sudden or any(norm != 0 for step, norm in metrics.known(metrics.norm or "")[-num_zeros:]):
+        return None
+    step, (last, was) = logged[-num_zeros][0], before[-1]
+    sentence = f"{name} is exactly 0 from step {step} on, and was {number(was, 3)} at step {last}: "
+    sentence += "a Trainer writes 0 for a NaN, or nothing is left to predict."
+    return Sign("vanish", sentence, "", step, last + 1)
 
 
 def _vanished(metrics: Metrics) -> Sign | None:
