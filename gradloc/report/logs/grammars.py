@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which trainers print a step: each grammar knows one, and takes a line or leaves it to the next."""
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from sys import intern
 
 from ...record.files import parse_json
 from .names import as_step, is_norm, is_training_loss, number, numbers, one_value, step_of
+from .pairs import NUMBER, OF_TRAINING, as_float, pairs, wanted
 from .recording import OF_WATCH, Row
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
 _MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
-NUMBER = (  # (?!\d): a part of a number is not tried, which would take the square of its digits
-    r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+(?!\d)(?:\.\d*(?!\d))?(?:[eE][-+]?\d+(?!\d))?"
-    r"|nan(?:\.0)?|inf(?:inity)?)"
-)
 _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
@@ -48,101 +43,6 @@ HEADED_GLOBALLY = re.compile(
 _OF_TOTAL = re.compile(r"\s*/\s*(\d{1,15})")
 _EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})", re.IGNORECASE)
 NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
-_OPENED = r"(?:[\w.]+\(|[\['\"])*"
-"""Opening text before a number: ``tensor(``, ``[``, a quotation mark."""
-_IS = "(?:[:=]>?|->|→)"
-PAIRS = re.compile(
-    rf"['\"]([^'\"]{{1,120}})['\"]\s*{_IS}\s*{_OPENED}({NUMBER})(?![\w.])"
-    # a name of at most eight words: a line may hold a whole answer
-    rf"|(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: [A-Za-z(@][\w./@()-]{{0,40}}){{0,7}})"
-    rf"\s*{_IS}\s*{_OPENED}({NUMBER})(?![\w.]*\d)"
-    # no sign between: the name is known, or the line's parts are set apart; a step may come first: loss 73 0.25
-    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}(?:norm|loss|reward|entropy|grad_l2|cost|\bnll|\bgn|\bgrad)(?:/[a-z]+)?)"
-    rf"\]?\s+(?:is\s+|\|\s+|\(|\d+\s+(?=[-\d]|nan\b))?({NUMBER})(?![\w.]*\d)"
-    rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
-    re.IGNORECASE,
-)
-_WORDS = re.compile(rf"(?:(?<!\s)\s*\b([a-z][\w/.-]{{0,40}})\s+({NUMBER}))(?=\s+[a-z]|\s*$)", re.IGNORECASE)
-"""A name and a number, on a line that holds nothing else."""
-_UNITS = r"(?:(?:%|m?s\b|[KMG]i?B\b)\s?)?"
-_BEHIND = re.compile(
-    rf"[\s|,;/\]\[)}}>:-]*((?<![\w.]){NUMBER}\s?{_UNITS}[a-z][\w/.]*(?: [a-z][\w/.]*)?"
-    rf"(?:[\s|,;/\]\[-]+{NUMBER}\s?{_UNITS}[a-z][\w/.]*(?: [a-z][\w/.]*)?)+)[\s|,;/\]\[-]*$",
-    re.IGNORECASE,
-)
-"""Numbers with the name behind each, to the end of a line."""
-_ENDS_IN_UNIT = re.compile(r"\d\s?(?:m?s|secs?|seconds?|min|h|x|[KMG]i?B|\w+/s\w*|s/\w+)$", re.IGNORECASE)
-_ITS_PAIRS = re.compile(rf"({NUMBER})\s?{_UNITS}([a-z][\w/.]*(?: [a-z][\w/.]*)?)", re.IGNORECASE)
-SYMBOL = re.compile(r"(?:\|{1,2}|‖)\s*(?:g|grad|∇\w?)\s*(?:\|{1,2}|‖)", re.IGNORECASE)
-"""A gradient norm as formulas have it."""
-_STATISTICS = {"mean", "avg", "average", "median", "min", "max", "std"}
-_SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
-"""What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
-_PLACE = re.compile(r"[\w/]+(?:\.\w+)+:\d{1,5}")
-"""Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
-_UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb] |m?s |[a-z]+/s(?:ec|tep)? |s/[a-z]+ |(?:[A-Z]?\d+/\d+ )+)(?=\S)")
-"""At the beginning of a name, a unit of the value before, or counts as ``E2/10 B50/500``."""
-_INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
-"""A name and what is in braces after it."""
-
-
-def behind(text: str) -> int | None:
-    """Return where numbers with the name behind each begin; None where a name comes first, as usual.
-
-    >>> behind("(47) 2.5 loss | 0.48 norm"), behind("loss 2.5 norm 0.48 time 12 ms")
-    (5, None)
-    """
-    end = text[-25:].rstrip(" |]/\r")
-    if not end[-1:].isalpha() or "=" in end or _ENDS_IN_UNIT.search(end):
-        return None
-    text = re.sub(r"\d+:\d\d(?::\d\d)?", lambda time: "0" * len(time[0]), text)
-    found = _BEHIND.search(text)
-    is_first = found is not None and not re.search(r"[a-z_]\W{0,3}$", text[: found.start(1)], re.IGNORECASE)
-    return found.start(1) if found is not None and is_first else None
-
-
-def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]:
-    """Extracts names and numbers from a part of a line, whatever is between a name and its number.
-
-    Entries of a norm in braces, of one group of parameters each, add up to the norm of all.
-
-    >>> pairs("train loss 2.5 | norm 0.4812 | lr 3.00e-04 | (12 ms | 4242 tok/s)")
-    {'train loss': 2.5, 'norm': 0.4812, 'lr': 0.0003}
-    >>> pairs("{'loss': '0.1', 'kl': nan} gnorm=3.1 spiky (norm=2.2)")
-    {'loss': 0.1, 'kl': nan, 'gnorm': 3.1, 'norm': 2.2}
-    >>> pairs(" reward 0.5 kl 0.002 len 512")
-    {'reward': 0.5, 'kl': 0.002, 'len': 512.0}
-    >>> pairs("Reward: mean=0.5, std=0.1")
-    {'Reward mean': 0.5, 'Reward std': 0.1}
-    >>> pairs("grad_norm={'0_a': 3.0, '1_b': 4.0} tgs=7")
-    {'tgs': 7.0, 'grad_norm': 5.0}
-    >>> pairs(" | 2.5 loss | 0.48 grad norm |"), pairs("norm -> 0.48")
-    ({'loss': 2.5, 'grad norm': 0.48}, {'norm': 0.48})
-    """
-    text = text[start:end]
-    if (at := behind(text)) is not None:
-        return {intern(name): as_float(value) for value, name in _ITS_PAIRS.findall(text, at)}
-    subject = _SUBJECT.match(text)
-    made: dict[str, float] = {}
-    norms = {}
-    for inner in _INNER.finditer(text) if "{" in text and "orm" in text else ():
-        if is_norm(inner[1]) and (parts := pairs(inner[2])):
-            norms[inner[1]] = math.sqrt(sum(part * part for part in parts.values()))
-            text = text.replace(inner[0], " ")
-    words = [] if ":" in text or "=" in text else list(_WORDS.finditer(text))
-    is_plain = len(words) > 1 and sum(len(found[0]) for found in words) == len(text.rstrip())
-    for found in words if is_plain else PAIRS.finditer(text):
-        name, value = (found[found.lastindex - 1], found[found.lastindex])
-        if name.count("(") > name.count(")"):  # behind a bracket that it does not close
-            name = name.rpartition("(")[2]
-        elif name.count("(") < name.count(")"):  # behind the value before it, as 0.5 (nan)
-            name = name.partition(")")[2]
-        if not _PLACE.fullmatch(f"{name}:{value}") and (name := _UNIT.sub("", name.strip(" |,-("))):
-            made[intern(subject[1] + " " + name if subject and name in _STATISTICS else name)] = as_float(value)
-    return made | norms
-
-
-_OF_TRAINING = re.compile(r"loss|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE)
 _BLOCK = re.compile(
     r"(?<![=─━])[=─━]{3,}(?: \[\w+\] -)?(?i:[ \w]{0,60}step) ?(\d{1,15})(?:/\d+)?\s*[=─━]{3,}"
     r"|\bTrain step (\d{1,15})/\d+ done|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$"
@@ -178,11 +78,6 @@ _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
 _BAR = re.compile(r"(\d{1,15})(?:/[\d?]+ \[[\d:]+<[^\],]*|it \[[\d:]+),\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
 DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
-
-
-def _wanted(values: Iterable[str]) -> list[str]:
-    """Return the names of norms and of what training is about."""
-    return [name for name in values if is_norm(name) or _OF_TRAINING.search(name)]
 
 
 class Grammar:
@@ -539,8 +434,8 @@ class Labelled(Grammar):
             return False
         if not is_other:
             values = pairs(line, 0, head.start()) | values
-        wanted = _wanted(values)
-        if not wanted or all(map(NOT_TRAINING.match, wanted)):
+        names = wanted(values)
+        if not names or all(map(NOT_TRAINING.match, names)):
             return False
         if " | Grad. Norm:" in line:
             self.title = "prime-rl's log"
@@ -661,15 +556,17 @@ class Headed(Blocks):
                 self.steps[""], self._is_fresh, self._word = int(head[2] or head[3] or head[4]), True, word
             return False
         values = self.named(line) or pairs(line) if self.steps else {}
-        if _wanted(values):
+        if wanted(values):
             is_own = not self.is_by_step and "epoch" in values  # it says its epoch itself
             values |= self._more if self._is_fresh else {}
-            return not is_own and self.below(process, self.steps[""], values)
+            if not is_own:
+                self.below(process, self.steps[""], values)
+            return False  # these may be no headlines: another grammar may know the line's own step
         rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(_RAY.sub("", line)) else []
         if rows and rows[-1][0] == self.steps[""]:
             rows[-1][1].update(values | rows[-1][1])
         elif not self.is_by_step and (head := HEADED_BY_STEP.search(line)) and head[1].isdecimal():
-            if not _wanted(pairs(line)) and not NOT_TRAINING.search(line):
+            if not wanted(pairs(line)) and not NOT_TRAINING.search(line):
                 epoch = _EPOCH.search(line)
                 self._more = {"epoch": float(epoch[1])} if epoch else {}
                 self.steps[""], self._is_fresh, self._word = int(head[1]), True, ""
@@ -708,11 +605,6 @@ class ConsoleTable(Grammar):
         return step is not None and len(values) > len(known) / 2 and self.add(process, step, values)
 
 
-def as_float(text: str) -> float:
-    """Return a number with commas in its thousands, or Lightning's ``nan.0``."""
-    return math.nan if text[:3].lower() == "nan" else float(text.replace(",", ""))
-
-
 class Bar(Grammar):
     """Reads tqdm's text behind its bar: ``73/120 [01:10<00:45, 1.04it/s, loss=0.3, grad_norm=0.5]``."""
 
@@ -724,12 +616,12 @@ class Bar(Grammar):
         if bar is not None:  # behind the bar's counts, as its description, or printed over its end
             values = pairs(line, *bar.span(2)) if bar.re is _BAR else pairs(line, 0, bar.start())
             if (
-                not any(map(_OF_TRAINING.search, values))
+                not any(map(OF_TRAINING.search, values))
                 and (behind := line.find("]", bar.end())) > 0
                 and not _HEADED.search(line, behind)
             ):
                 values = pairs(line, behind + 1)
-        if bar is None or not _wanted(values):
+        if bar is None or not wanted(values):
             return False
         step = step_of(values)
         step = int(bar[1]) if step is None else step

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .grammars import NOT_TRAINING, PAIRS, Grammar, behind, pairs
+from .grammars import NOT_TRAINING, Grammar
 from .names import is_norm, is_training_loss
+from .pairs import PAIRS, behind, pairs
 from .recording import Row
 
 _TIME = re.compile(
@@ -50,13 +51,15 @@ class Guessed(Grammar):
         values = pairs(line) if len(line) < _LONGEST and self.num_kept < _MOST else {}
         wanted = tuple(name for name in values if is_norm(name) or is_training_loss(name) or _OTHERS.search(name))
         if wanted:
-            named = [found.span(found.lastindex) for found in PAIRS.finditer(line)]
+            found = list(PAIRS.finditer(line))
+            named = [each.span(each.lastindex) for each in found]
+            begin = next((each.start() for each in found if any(name in each[0] for name in wanted)), len(line))
             text = _TIME.sub(lambda found: " " * len(found[0]), line)
             if (at := behind(line)) is not None:
-                named = [(at, len(line))]
+                named, begin = [(at, len(line))], at
             free = [at for at in _COUNT.finditer(text) if not any(a <= at.start() < b for a, b in named)]
             # what comes behind the metrics may be in some lines only
-            free = [at for at in free if at.start() < named[0][0]] if named else free
+            free = [at for at in free if at.start() < begin] or free
             if named and not _NO_ROW.search(line, 0, named[0][0]):
                 self._kept[wanted, len(free)][process].append(([float(at[1]) for at in free], values))
                 self.num_kept += 1
@@ -68,7 +71,11 @@ class Guessed(Grammar):
         most = max(
             self._kept, key=lambda key: (any(map(is_norm, key[0])), sum(map(len, self._kept[key].values()))), default=()
         )
-        for process, lines in self._kept.get(most, {}).items():
+        kept = self._kept.get(most, {})
+        if len(kept) >= _FEWEST and all(process.isdecimal() and len(lines) == 1 for process, lines in kept.items()):
+            numbered = [([float(process), *free], values) for process, [(free, values)] in kept.items()]
+            kept = {"": numbered}  # 47: loss=2.1 is no process' line
+        for process, lines in kept.items():
             values = [values for _, values in lines]
             shared = [name for name in values[0] if all(name in row for row in values) and not _NO_STEP.search(name)]
             columns = [

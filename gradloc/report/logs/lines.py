@@ -23,8 +23,6 @@ from .grammars import (
     DRAWN,
     HEADED_BY_STEP,
     HEADED_GLOBALLY,
-    NUMBER,
-    SYMBOL,
     Bar,
     Blocks,
     Console,
@@ -34,10 +32,10 @@ from .grammars import (
     Json,
     Labelled,
     Printed,
-    as_float,
 )
 from .guessed import Guessed
 from .names import is_norm, number
+from .pairs import NUMBER, SYMBOL, as_float
 from .recording import SKIPPED, Recording, Skip, flat
 from .source import Source
 
@@ -75,7 +73,8 @@ _AT_MINIMUM = re.compile(
 _COUNTED = re.compile(r"\bstep=(\d{1,12}), skipped=(\d{1,12})\b")
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
 _OF_SKIPS = (
-    "verflow|OVERFLOW|kipping|inimum|o not update|not finite|diverged| loss |became|topping|result|skipped=".split("|")
+    *("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "became"),
+    *("topping", "result", "skipped=", "cale is"),
 )
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
@@ -83,7 +82,9 @@ _SAVED = re.compile(
     re.IGNORECASE,
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
-_WORDS = tuple("tep { iter Iter • │ orm oss it/ poch pisode eward LOSS STEP Cost cost perplexity [batch :[ nll grad".split())
+_WORDS = tuple(
+    "tep { iter Iter • │ orm oss it/ poch pisode eward LOSS STEP Cost cost perplexity [batch :[ nll grad".split()
+)
 """Matches where a grammar may want a line: a quick look before any is tried."""
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
@@ -174,6 +175,9 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             f"{source.name} gives epoch and batch, not the step, and batches go back within an epoch, so steps cannot "
             "be counted. Log the step, or read one epoch by --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
         )
+    if best is headed and best.is_mixed:  # such headlines may be none
+        guessed.resolve()
+        best = guessed if guessed.num_norms >= best.num_norms and not guessed.is_counted else best
     if best.is_mixed:
         raise ReportError(
             f"{source.name} has its steps in headlines, with the values below. Headlines are missing or out of order, "

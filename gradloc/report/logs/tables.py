@@ -27,7 +27,9 @@ SAMPLE = 200
 """Rows by which a table is understood."""
 _PRINTED = re.compile(r"\x1b\[|pid=\d+\)|\d%\|.*\[[\d:]+<|\bstep:\d+ - |\{'\w+': |\bOVERFLOW!")
 """Marks of a console log that no table holds: a colour, Ray's prefix, a progress bar, a step of verl, a dict."""
-_NAMED = re.compile(r"[a-z]\s*[:=]\s*[-\d]|[a-z]\s+-?\d+\.\d|^\s*-?\d[\d.,e+-]*%?[\s-]+[a-z]", re.IGNORECASE)
+_NAMED = re.compile(
+    r"[a-z]\s*(?:[:=]\s*[(\[]?|[(\[])\s*[-\d]|[a-z]\s+-?\d+\.\d|^\s*-?\d[\d.,e+-]*%?[\s-]+[a-z]", re.IGNORECASE
+)
 """A name with its value, or a value with its name, which no head of a table holds."""
 _CONTEXT = re.compile(r"\{['\"]\w+['\"]: ['\"]([^'\"]*)['\"]\}")
 """Aim's {'subset': 'train'}."""

@@ -272,7 +272,11 @@ def _zeroed(run: LoggedRun) -> Sign | None:
     num_zeros = next((at for at, (_, value) in enumerate(reversed(logged)) if value != 0), len(logged))
     before = logged[: len(logged) - num_zeros]
     is_sudden = before and before[-1][1] > 0.1 and is_supervised(metrics)
-    if num_zeros < 2 or not is_sudden or any(norm != 0 for step, norm in metrics.known(metrics.norm or "")[-num_zeros:]):
+    if (
+        num_zeros < 2
+        or not is_sudden
+        or any(norm != 0 for step, norm in metrics.known(metrics.norm or "")[-num_zeros:])
+    ):
         return None
     step, (last, was) = logged[-num_zeros][0], before[-1]
     sentence = f"{name} is exactly 0 from step {step} on, and was {number(was, 3)} at step {last}: "
