@@ -92,6 +92,23 @@ def test_one_tracker_that_raises_is_one_line_and_the_others_are_told(tmp_path, c
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
+@pytest.mark.parametrize("keeps_text", [True, False])
+def test_without_text_a_verdict_has_the_token_s_number_and_w_and_b_gets_no_file(keeps_text, tmp_path, capsys):
+    text = {} if keeps_text else dict.fromkeys(("tokens", "text_before", "text_after", "prompt"))
+    found, jobs = event(culprits=[make_culprit(**{"tokens": (" zebra",)} | text)]), []
+    client = SimpleNamespace(run=object(), Html=str, Table=lambda head, rows: rows)
+    client.log = lambda sent, step: jobs.append(str(sent))
+    notifier = Notifier(NotifyConfig(), tmp_path, keeps_text=keeps_text)
+    notifier._slow_trackers = SimpleNamespace(submit=lambda what, job: jobs.append(what))
+    notifier.trackers = {"wandb": client}
+    notifier.announce([(found, "")], 5)
+    *uploads, sent = jobs
+    assert uploads == ["the upload to wandb"] * keeps_text
+    assert all(
+        ("zebra" in said, "<1003>" in said) == (keeps_text, not keeps_text) for said in (sent, capsys.readouterr().out)
+    )
+
+
 # ---- alerts
 
 
