@@ -21,13 +21,15 @@ from ..record import PathEntry, StepCause
 from .batch import is_spread, keep_culprits
 from .bisect import bisect
 from .candidates import MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
-from .few import few_to_measure, measure_few
+from .few import few_to_measure, measure_only
 from .overflow import rescale_task, to_training_unit
 from .share import FAR, ShareMap, ShareMeasurement
 from .step_causes import auxiliary_sizes, certify_nothing, doubt_backward, split_off
 from .task import SearchResult, Span, Task, tokens_of, verify
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
+_ENOUGH = 0.75  # of the threshold: what is left below it needs no more culprits
+_UNLIKELY = 2.0  # times what micro-batches' norms say that they carry
 
 
 class _AutoSearch:
@@ -54,7 +56,8 @@ class _AutoSearch:
         if is_to_search and not self._rounds(0 if is_finite else 1, is_full):
             self._last_resort(is_full)
         self._drop_if_batch_at_fault()
-        measure_few(self.task, self.result, self._verify, is_split=self.others is not None)
+        if self.others is None:
+            measure_only(self.task, self.result)
         return self.result
 
     # ---- the stages
@@ -91,34 +94,37 @@ class _AutoSearch:
         return False
 
     def _measure(self, number: int) -> ShareMap | None:
-        """Measure shares along R in the loudest micro-batch, then in others as loud as a culprit, then in the rest.
+        """Measure shares along R in the loudest micro-batch, then in those whose norms account for what is missing.
 
         Returns:
             The shares; None if the search may not cost as much.
         """
-        everything = range(self.prober.step.num_micro_batches)
-        sizes = [self.prober.sizes.get(index, math.inf) for index in everything]
-        order = sorted(everything, key=lambda index: -sizes[index])
-        first = max(sizes.count(math.inf), 1)  # where culprits were, there may be more
-        suspects = [index for index in order if sizes[index] >= self.task.culprit_norm] or order
-        parts = suspects[:first], suspects[first:], [index for index in everything if index not in suspects]
+        sizes = [self.prober.sizes.get(index, math.inf) for index in range(self.prober.step.num_micro_batches)]
+        order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+        part = order[: max(sizes.count(math.inf), 1)]  # where culprits were, there may be more
         shares = None
-        for part in filter(None, parts):
-            if shares is None or self._is_more_to_see(shares):
-                shares = self._measure_of(part, shares)
-                if shares is None:
-                    return None
+        while part:
+            shares = self._measure_of(part, shares)
+            if shares is None:
+                return None
+            part = self._to_read(shares, [(index, sizes[index]) for index in order if index not in shares.seen])
         if number == 0:
             self.result.shares = shares
         return shares
 
-    def _is_more_to_see(self, shares: ShareMap) -> bool:
-        """Return whether R has more than was read, beyond errors, and the rest may hold a culprit by its norms."""
-        missing = abs(1 - shares.closure)  # over 1: something unread takes it back
+    def _to_read(self, shares: ShareMap, unread: list[tuple[int, float]]) -> list[int]:
+        """Return the micro-batches to read next, of those that were not, loudest first, with their norms."""
+        missing = abs(1 - shares.closure)  # over 1: something takes it back
+        least = (_ENOUGH * self.task.reference) ** 2
         error = CERTAIN * shares.noise if self.is_precise else _ODD
-        if missing < error or missing * shares.square < (self.task.reference / 2) ** 2:
-            return False
-        return shares.unseen * shares.square >= (self.task.reference / 2) ** 2
+        if not unread or missing < error or missing * shares.square < least or shares.unseen * shares.square < least:
+            return []
+        loud = [(index, norm) for index, norm in unread if norm >= self.task.culprit_norm]
+        if not loud and missing < _UNLIKELY * shares.unseen:
+            return []  # as much as ordinary micro-batches carry
+        sums = itertools.accumulate(norm**2 for _, norm in loud)
+        count = 1 + sum(carried < missing * shares.square for carried in sums)
+        return [index for index, _ in loud[:count] or unread]
 
     def _measure_of(self, micro_batches: list[int], known: ShareMap | None) -> ShareMap | None:
         task = self.task

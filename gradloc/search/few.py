@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the norms of few culprits, for which shares only gave a lower bound: within the certificate where that
-subtracts them, else by backwards of their own."""
+"""Measure the norms of few culprits, for which shares only gave a lower bound, by the certificate's backwards: a
+search makes none for this alone."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from .candidates import FEW
@@ -30,26 +29,14 @@ def few_to_measure(task: Task, culprits: list[Span]) -> dict[str, Any]:
     return {"parts": [tokens_of(part) for part in parts], "least_norm": least, "on_part": measure}
 
 
-def measure_few(task: Task, result: SearchResult, verify: Callable[[Span], Span], is_split: bool) -> None:
-    """Measure those of few culprits that have only a bound so far. The loudest one's gradient takes no backward: it is
-    the spike less the others' gradients and the residual, unless a part without tokens was split off."""
-    space, add = task.prober.space, task.prober.add
-    culprits = sorted((culprit for culprit in result.culprits if not culprit.is_exact), key=lambda span: -span.norm)
-    is_whole = len(culprits) == len(result.culprits) and result.rest is not None and not is_split
-    to_verify, found, total = culprits[is_whole:], {}, None
-    is_few = 0 < len(culprits) <= FEW
-    if not is_few or not task.can_afford(backwards=len(to_verify), is_certificate=True):
+def measure_only(task: Task, result: SearchResult) -> None:
+    """Measure the only culprit, where it has only a bound so far.
+
+    That takes no backward: its gradient is the spike less the residual.
+    """
+    if len(result.culprits) != 1 or result.culprits[0].is_exact or result.rest is None:
         return
-    for culprit in to_verify:
-        found[culprit] = verify(culprit)
-        if is_whole:
-            if total is not None:
-                add(total)
-            total = space.keep()
-    if is_whole:
-        space.clear()
-        for gradient, alpha in ((task.gradient, 1 / task.scale), (result.rest, -1.0), (total, -1.0)):
-            if gradient is not None:
-                add(gradient, alpha)
-        found[culprits[0]] = with_measured_norm(task, culprits[0], task.culprit_norm)
-    result.culprits = [found.get(culprit, culprit) for culprit in result.culprits]
+    task.prober.space.clear()
+    for gradient, alpha in ((task.gradient, 1 / task.scale), (result.rest, -1.0)):
+        task.prober.add(gradient, alpha)
+    result.culprits = [with_measured_norm(task, result.culprits[0], task.culprit_norm)]
