@@ -21,7 +21,7 @@ from ..record import PathEntry, StepCause
 from .batch import is_spread, keep_culprits
 from .bisect import bisect
 from .candidates import MAX_MISSES, drop_overlapping, find_non_finite, propose, sum_products
-from .few import few_to_measure, measure_only
+from .few import few_to_measure, measure_last
 from .overflow import rescale_task, to_training_unit
 from .share import FAR, ShareMap, ShareMeasurement
 from .step_causes import auxiliary_sizes, certify_nothing, doubt_backward, split_off
@@ -57,7 +57,7 @@ class _AutoSearch:
             self._last_resort(is_full)
         self._drop_if_batch_at_fault()
         if self.others is None:
-            measure_only(self.task, self.result)
+            measure_last(self.task, self.result, self._verify)
         return self.result
 
     # ---- the stages
@@ -123,7 +123,7 @@ class _AutoSearch:
         if not loud and missing < _UNLIKELY * shares.unseen:
             return []  # as much as ordinary micro-batches carry
         sums = itertools.accumulate(norm**2 for _, norm in loud)
-        count = 1 + sum(carried < missing * shares.square for carried in sums)
+        count = 1 + sum(carried < missing * shares.square / 2 for carried in sums)  # norms are off by what is loud
         return [index for index, _ in loud[:count] or unread]
 
     def _measure_of(self, micro_batches: list[int], known: ShareMap | None) -> ShareMap | None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the norms of few culprits, for which shares only gave a lower bound, by the certificate's backwards: a
-search makes none for this alone."""
+"""Measure the norms of few culprits, for which shares only gave a lower bound, by the certificate's backwards, and
+one more at most."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from .candidates import FEW
@@ -29,14 +30,22 @@ def few_to_measure(task: Task, culprits: list[Span]) -> dict[str, Any]:
     return {"parts": [tokens_of(part) for part in parts], "least_norm": least, "on_part": measure}
 
 
-def measure_only(task: Task, result: SearchResult) -> None:
-    """Measure the only culprit, where it has only a bound so far.
+def measure_last(task: Task, result: SearchResult, verify: Callable[[Span], Span]) -> None:
+    """Measure the culprits that have only a bound so far, if that takes one backward at most.
 
-    That takes no backward: its gradient is the spike less the residual.
+    Where none is measured yet, the loudest takes none: its gradient is the spike less the others' and the residual.
     """
-    if len(result.culprits) != 1 or result.culprits[0].is_exact or result.rest is None:
+    culprits = sorted((culprit for culprit in result.culprits if not culprit.is_exact), key=lambda span: -span.norm)
+    is_whole = len(culprits) == len(result.culprits) and result.rest is not None
+    others = culprits[is_whole:]
+    if not culprits or len(others) > 1 or not task.can_afford(backwards=len(others), is_certificate=True):
         return
-    task.prober.space.clear()
-    for gradient, alpha in ((task.gradient, 1 / task.scale), (result.rest, -1.0)):
-        task.prober.add(gradient, alpha)
-    result.culprits = [with_measured_norm(task, result.culprits[0], task.culprit_norm)]
+    space, add = task.prober.space, task.prober.add
+    found = {culprit: verify(culprit) for culprit in others}
+    if is_whole:
+        taken = [(result.rest, -1.0), *((space.keep(), -1.0) for _ in others)]
+        space.clear()
+        for gradient, alpha in ((task.gradient, 1 / task.scale), *taken):
+            add(gradient, alpha)
+        found[culprits[0]] = with_measured_norm(task, culprits[0], task.culprit_norm)
+    result.culprits = [found.get(culprit, culprit) for culprit in result.culprits]

@@ -44,6 +44,24 @@ def test_few_culprits_are_measured_by_the_backwards_that_the_certificate_takes()
     assert cost <= 2 * M + 3 * (3 + 1), "shares of all, each token alone, and the loudest once more"
 
 
+def test_micro_batches_are_read_in_the_order_of_their_norms_as_far_as_the_spike_needs():
+    places = [(1, 2), (9, 1)]
+    batch = random_batch(build("tiny")).planted(dict(zip(places, (3e3, 1e3), strict=True)))
+    found, cost = search(batch, num_micro_batches=8)
+    assert len(found.culprits) == 2 and found.certificate.verdict == "explained"
+    assert cost <= 2 * 2 + 3 * (2 + 1), "shares of two of eight, each token alone, and the louder once more"
+
+
+def test_of_two_culprits_that_a_pass_without_them_certifies_both_are_measured():
+    model, places = build("tiny"), [(1, 2), (9, 1)]
+    batch = random_batch(model).planted(dict(zip(places, (3e3, 1e3), strict=True)))
+    found, cost = search(batch, num_micro_batches=2)
+    assert found.certificate.method == "recompute" and all(culprit.is_exact for culprit in found.culprits)
+    own = sorted(Oracle(model, batch).norms(places).values())
+    assert sorted(culprit.norm for culprit in found.culprits) == pytest.approx(own, rel=1e-3)
+    assert cost <= 2 * 2 + 3 * 2 + 3, "shares of all, both micro-batches without the culprits, and the quieter alone"
+
+
 def test_a_neighbourhood_that_the_loss_pulls_is_one_culprit():
     batch = random_batch(build("tiny"))
     row = int(batch.mask.sum(1).argmax())
