@@ -128,8 +128,8 @@ class EvidenceConfig:
     context_tokens: int = setting(32, integer(0))
     """Tokens of text kept before and after each culprit."""
     text: str = setting("on", one_of("on", "off"))
-    """``off`` leaves out prompts, their pictures and text. The culprits' own token ids stay in the event; a bundle holds
-    all token ids and pixels, so see ``bundle``."""
+    """``off`` leaves out prompts, their pictures and text. The culprits' own token ids stay in the event; a bundle
+    holds all token ids and pixels, so see ``bundle``."""
     bundle: str = setting("culprits", one_of("culprits", "full", "off"))
     """What the replay bundle holds: the culprits' micro-batches, the whole mini-batch (``full``), or nothing
     (``off``)."""
