@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds a trainer's overrides in a shell script."""
+"""Find the overrides of verl's config in a shell script."""
 
 import re
 import shlex
@@ -9,7 +9,8 @@ from pathlib import Path
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/-]*(?:[.@][\w/.@-]+)?=.*", re.DOTALL)
-_OWN = ("gradloc", "trainer", "actor_rollout_ref", "data", "algorithm", "critic", "reward_model")
+_BLOCKS = ("gradloc", "trainer", "actor_rollout_ref", "data", "algorithm", "critic", "reward_model")
+"""The first part of an override's name."""
 
 
 def is_script(path: Path, text: str) -> bool:
@@ -22,7 +23,7 @@ def is_script(path: Path, text: str) -> bool:
 
 
 def overrides_in(text: str) -> list[str]:
-    """Return the overrides that a script passes to verl, its own variables filled in; unknown variables stay.
+    """Return the overrides that a script passes to verl, with the script's own variables replaced by their values.
 
     >>> overrides_in("N=4\\npython -m verl \\\\\\n trainer.nnodes=$N \\\\\\n  +gradloc=on 'data.path=$X' $@")
     ['trainer.nnodes=4', '+gradloc=on', 'data.path=$X']
@@ -31,12 +32,12 @@ def overrides_in(text: str) -> list[str]:
     found: dict[str, str] = {}
     for words in _commands(text):
         if len(words) == 1 and (assigned := _ASSIGNED.match(words[0])) and "." not in assigned[1]:
-            known[assigned[1]] = _filled(assigned[2], known)
+            known[assigned[1]] = _substituted(assigned[2], known)
             continue
         for word in words:
             key = word.partition("=")[0].lstrip("+~")
-            if _OVERRIDE.fullmatch(word) and key.split(".")[0] in _OWN and ("." in key or word.startswith("+")):
-                found[key] = _filled(word, known)
+            if _OVERRIDE.fullmatch(word) and key.split(".")[0] in _BLOCKS and ("." in key or word.startswith("+")):
+                found[key] = _substituted(word, known)
     return list(found.values())
 
 
@@ -53,7 +54,9 @@ def _commands(text: str) -> Iterator[list[str]]:
             yield words
 
 
-def _filled(text: str, known: dict[str, str]) -> str:
+def _substituted(text: str, known: dict[str, str]) -> str:
+    """Return the text with ``$NAME``, ``${NAME}`` and ``${NAME:-default}`` replaced where a value is known."""
+
     def value(found: re.Match) -> str:
         name, otherwise = found[1] or found[3], found[2]
         return known.get(name, otherwise if otherwise is not None else found[0])

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clip each layer against its own recent norms. Plain arithmetic over norms; nothing here measures.
+"""Decide how far to clip each layer, by its own recent norms. Plain arithmetic: norms are measured elsewhere.
 
 A global clip scales every layer by one factor, so a single layer that spikes S-fold among L equal ones shrinks the
 others to 1 / sqrt(1 + (S^2 - 1) / L) of their size. Here only what is far off its own history is scaled. The published
-LayerClip rule is not public; these are ours, after AdaGC (Wang et al., arXiv:2502.11034).
+LayerClip rule is not public. These rules are ours, after AdaGC (Wang et al., arXiv:2502.11034).
 
-Both rules learn the norms after clipping. So a spike moves them by no more than it was allowed, and the step size does
-not jump when the warm-up, which has verl's global clip, ends.
+Both rules learn the norms after clipping. So a spike moves them by no more than its clipped norm, and the step size
+does not jump at the end of the warm-up, in which verl's global clip is in force.
 """
 
 import math
@@ -60,12 +60,12 @@ class _LogNorms(NormHistory):
 
 
 class LayerClip:
-    """The factor of each layer, step after step.
+    """Computes each layer's clipping factor, step by step.
 
     Args:
         settings: ``rule`` is not ``off``.
-        grad_clip: verl's bound on the global norm: in force in the warm-up, and later for a layer whose gradient was
-            always 0 until now.
+        grad_clip: verl's limit on the global norm. It is in force in the warm-up, and later for a layer whose gradient
+            was always 0 before.
     """
 
     def __init__(self, settings: LayerClipConfig, grad_clip: float):
@@ -73,7 +73,7 @@ class LayerClip:
         self._layers: dict[str, _Average | _LogNorms] = {}
         self._num_steps = 0
 
-    def _new(self) -> _Average | _LogNorms:
+    def _make_statistics(self) -> _Average | _LogNorms:
         return _Average(self._settings) if self._settings.rule == "adagc" else _LogNorms(self._settings)
 
     @property
@@ -82,7 +82,7 @@ class LayerClip:
         return self._num_steps < self._settings.warmup
 
     def clip(self, norms: Mapping[str, float]) -> dict[str, float]:
-        """Return the factor on each layer's gradient in the step that is about to be taken; learns from it.
+        """Return the factor on each layer's gradient in the step that is about to be taken, and learn from the step.
 
         Args:
             norms: norm per layer before clipping, all finite. A norm of 0 (an expert that no token was sent to) is not
@@ -101,12 +101,12 @@ class LayerClip:
         self._num_steps += 1
         for layer, norm in norms.items():
             if norm > 0:
-                statistics = self._layers.setdefault(layer, self._new())
+                statistics = self._layers.setdefault(layer, self._make_statistics())
                 statistics.learn(factors[layer] * norm, is_warming_up, factors[layer] < 1)
         return factors
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the checkpoint."""
+        """Return what the checkpoint keeps, ready for JSON."""
         kind = {"rule": self._settings.rule, "group": self._settings.group}
         layers = {layer: statistics.state() for layer, statistics in self._layers.items()}
         return {**kind, "num_steps": self._num_steps, "layers": layers}
@@ -115,16 +115,17 @@ class LayerClip:
         """Restore what :meth:`state` gave.
 
         Raises:
-            ValueError: it is another rule's, or another grouping's.
+            ValueError: the state is of another rule or grouping.
         """
         for key, ours in (("rule", self._settings.rule), ("group", self._settings.group)):
             if state[key] != ours:
                 raise ValueError(f"layer_clip.{key} is {ours} now, and the checkpoint's statistics are of {state[key]}")
-        num_steps, layers = int(state["num_steps"]), {layer: self._new() for layer in state["layers"]}
+        num_steps, layers = int(state["num_steps"]), {layer: self._make_statistics() for layer in state["layers"]}
         for layer, statistics in layers.items():
             statistics.load_state(state["layers"][layer])
         self._num_steps, self._layers = num_steps, layers
 
 
 def _factor(limit: float, norm: float) -> float:
+    """Return the factor that brings a norm down to a limit; 1 for one that is not above it."""
     return limit / norm if norm > limit else 1.0

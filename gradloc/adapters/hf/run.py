@@ -29,7 +29,7 @@ gradloc.Watch.
 
 
 def main(words: list[str]) -> int:
-    """Become the command; returns an exit code where it cannot be run."""
+    """Replace this process by the command; returns an exit code if the command cannot be run."""
     settings: dict[str, Any] = {}
     words = list(words)
     while words and "=" in words[0]:
@@ -54,6 +54,7 @@ def main(words: list[str]) -> int:
 
 
 def _value(text: str) -> Any:
+    """Return an argument's value: JSON, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -61,7 +62,7 @@ def _value(text: str) -> Any:
 
 
 def watch_each(trainer: type) -> None:
-    """Give each Trainer of this class and of those below it a callback, with the environment's arguments."""
+    """Give each Trainer of this class and its subclasses a callback, with the arguments in the environment."""
     make = trainer.__init__
 
     @wraps(make)

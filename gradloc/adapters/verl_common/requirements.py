@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features that a run has on, and their requirements: the table of ``requirements.yaml``."""
+"""Find the features that a run has on, and refuse it where their requirements, those of requirements.yaml, fail."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ FINE_LAYER_CLIP = f"{STABILIZE}.layer_clip.group finer than layer"
 REWEIGHTING, LOPTI = "algorithm.advantage_reweighting.alpha", "algorithm.lopti.enable"
 BUCKETS, QUARTILES = "trainer.gradient_analysis_mode", "trainer.quartile_analysis_mode"
 FILTER = f"{_ROLLOUT}.rollout_filter_value"
-"""Features, by the setting that switches each on."""
+"""Features, each named by the setting that switches it on."""
 
 
 def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | None, FilterSettings] | None:
@@ -43,7 +43,7 @@ def analyses_in(config: Any) -> tuple[BucketSettings | None, QuartileSettings | 
 
 
 def reweighting_of(config: Any) -> tuple[float, LoptiConfig | None]:
-    """Return Advantage Reweighting's alpha, and Lopti's settings; both are off in a config without the blocks."""
+    """Return Advantage Reweighting's alpha and Lopti's settings, 0 and None where they are off."""
     blocks = {"advantage_reweighting": AdvantageReweightingConfig, "lopti": LoptiConfig}
     alpha, lopti = (settings_from(config.algorithm.get(name) or {}, kind) for name, kind in blocks.items())
     return alpha.alpha, (lopti if lopti.enable else None)
@@ -53,7 +53,7 @@ def health_in(config: Any) -> HealthConfig | None:
     """Return the health monitor's settings; None while it is off, and in a config without the block.
 
     Raises:
-        ValueError: one sentence for a setting that is wrong, also while it is off.
+        ValueError: one sentence that names a wrong setting, also while the monitor is off.
     """
     block = config.trainer.get("health")
     if block is None:
@@ -79,7 +79,7 @@ class RequestedFeatures(NamedTuple):
 
 
 def asked_of(config: Any, on: Collection[str]) -> RequestedFeatures:
-    """Return the features that the trainer's whole config asks for, and refuse those that could not work.
+    """Return the features that a run asks for; refuse the run if one of them could not work.
 
     Args:
         config: the trainer's whole config.
@@ -157,7 +157,7 @@ def _at(config: Any, key: str) -> Any:
 
 
 def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
-    """Yield the values that a setting must have, and the features that need it, by version of verl."""
+    """Yield each setting's requirement, and by version of verl the features that have it."""
     for row in yaml.safe_load(Path(__file__).with_name("requirements.yaml").read_text(encoding="utf-8")):
         where = {verl: [of for name in names.split() for of in _NAMES[name]] for verl, names in row["where"].items()}
         for key, value in row.get("keys", {row.get("key"): row.get("is")}).items():
@@ -173,7 +173,8 @@ def check_needs(on: Collection[str], features: Iterable[str], config: Any) -> No
     """Refuse a run in which a feature that is on could not work.
 
     Args:
-        on: whose rows of the table hold: ``0.7``, or ``0.9`` and what of ``0.10`` and ``megatron`` is there.
+        on: the columns of the table that hold for the run: ``0.7``; or ``0.9``, with ``0.10`` and ``megatron`` where
+            these apply.
         features: see :class:`RequestedFeatures`.
         config: the trainer's whole config.
 
@@ -191,7 +192,7 @@ def check_needs(on: Collection[str], features: Iterable[str], config: Any) -> No
 
 
 def tables_for(config: Any) -> list[str]:
-    """Return the installed version's column of the table, for verl 0.9 or later; reads it without an import."""
+    """Return the table's columns that hold for a run on verl 0.9 or later. Reads verl's source without importing it."""
     on, spec = ["0.9"], find_spec("verl")
     engine = Path(*(spec.submodule_search_locations or ()) if spec else (), "workers/engine/fsdp/transformer_impl.py")
     if engine.is_file() and "prefix_grouper" in engine.read_text(encoding="utf-8"):
@@ -210,9 +211,9 @@ _CURES = {
 
 
 def refused_cures(on: Collection[str], config: Any) -> frozenset[str]:
-    """Return the settings that this run would be refused with, by name: the advice must not name them.
+    """Return the names of the cures with whose settings this run would be refused, so that no advice names them.
 
-    Their lines switch the rollout's log-probs on themselves.
+    Rollout log-probs that are off are no reason: a cure's line switches them on.
     """
     return frozenset(
         name
@@ -227,7 +228,7 @@ def _needs_of(feature: str, on: Collection[str]) -> list[Requirement]:
 
 
 def needed_of_megatron(block: str) -> dict[str, Any]:
-    """Return the values that Megatron's own config of this block must have, by name: no other was tested."""
+    """Return by name the values that were tested in this block of Megatron's config; any other is refused."""
     prefix = f"{ACTOR}.megatron.{block}."
     return {need.key.removeprefix(prefix): need.default for need, _ in TABLE if need.key.startswith(prefix)}
 
@@ -237,7 +238,7 @@ def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
 
     Args:
         feature: the setting that switches it on.
-        inputs: of each row, what there is apart from text; of a text-only run verl's agent loop gives an empty dict.
+        inputs: each row's inputs besides text. In a text-only run verl's agent loop gives empty dicts.
 
     Raises:
         ValueError: one sentence.
