@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which trainers print a step: each grammar knows one, and takes a line or leaves it to the next."""
 
+import math
 import re
 from collections import defaultdict
 from functools import lru_cache
@@ -18,11 +19,11 @@ _BEFORE_DICT = re.compile(
     r"\b(global step|step|rollout|perf|iteration|iter)\s*[:=]?\s*(\d{1,15})[^{]{0,40}$", re.IGNORECASE
 )
 _STEP = (  # Step... (500 | is Flax'
-    r"(?:\.\.\. \()?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\.\d|\s*%)"
+    r"(?:\.\.\. \(|\((?=\d+/))?\s*[:=#]?\s*\[?\s*(\d{1,3}(?:,\d{3})+|\d{1,15}(?:\.?\d*[KM]\b)?)(?!\d|\.\d|\s*%)"
     r"(?:\s*/\s*\d+(?![\d.]))?\]?"
 )
 HEADED_BY_STEP = re.compile(
-    rf"\b(?:(?:global|train|training)[_ ])?steps?(?:\b|_)(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
+    rf"\b(?<!episode )(?:(?:global|train|training)[_ ])?steps?(?:\b|_)(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
     rf"\b(?:(?:global|train|training)[_ ])?"
@@ -32,6 +33,7 @@ _HEADED = re.compile(
     r"|^(?:\[[\d:]+\] )?\[(\d{1,15})\]\s+(?=[a-z][\w-]*:)"  # [73]  train-logloss:0.4, as XGBoost has it
     r"|^\s*(\d{1,15})/\d+[ :,|]+(?:\[[=>. ]*\]|[━╸╺]+|(?=[a-z(]))"  # 73/120 [====>....], as Keras has it
     r"|[━╸╺]\s+(\d{1,15})/\d+\s+\d+:\d\d:"  # ━━━╸ 73/120 0:01:10, as rich draws a bar
+    r"|\[[=>#. ]{8,}\] (\d{1,15})/\d+(?=,)"  # Training [==>     ] 73/120, loss=0.3
     r"|\bit(?:[=:]\s*| )(\d{1,15})(?=[ ,]|\s*\|)"
     r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
     r"|\b(\d{1,12}(?:\.\d*)?k?)it/\d",  # 73it/120it, 4.60kit/100kit
@@ -54,7 +56,7 @@ _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
     re.IGNORECASE,
 )
 _HEADLINE = re.compile(
-    r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,5}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
+    r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,12}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
     r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$"  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
     r"|\(global_step (\d{1,12})\)",  # Epoch 7 (global_step 2730) finished, as tensorpack has it
     re.IGNORECASE,
@@ -190,12 +192,15 @@ class Json(Grammar):
     def __init__(self) -> None:
         super().__init__()
         self.verdicts: list[str] = []
+        self._epochs: dict[str, list[Row]] = defaultdict(list)
+        """Rows that say an epoch and no step: evaluations, where other rows say a step."""
 
     def take(self, line: str, process: str) -> bool:
-        if not line.lstrip().startswith(("{", "[{")):
+        line = line.lstrip(" \t`>")  # the last two are Markdown's
+        if not line.startswith(("{", "[{")):
             return False
         try:
-            entry = parse_json(line.rstrip(" ,\r\n"))
+            entry = parse_json(line.rstrip(" ,`\r\n"))
         except ValueError:
             return False
         if isinstance(entry, list):
@@ -220,9 +225,15 @@ class Json(Grammar):
             self.is_counted = True
             step = len(self.rows[process]) + 1
         elif step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):
-            step = entry["epoch"]  # a row for each epoch; where there are more, an epoch is a fraction
+            self._epochs[process].append((entry["epoch"], values))
+            return True
         values.pop("step", None)
         return step is not None and self.add(process, step, values)
+
+    def count_by_epochs(self) -> None:
+        """Makes the epochs of rows without a step the steps of a process that says none."""
+        for process, rows in self._epochs.items():
+            self.rows[process] = self.rows[process] or rows
 
 
 class Printed(Grammar):
@@ -277,6 +288,9 @@ class Printed(Grammar):
                 return bool(rows)
             if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
                 return True  # printed by a second handler
+            if rows and _is_shorter_of(values, rows[-1][1]):
+                rows[-1][1].update(values)
+                return True
             self.is_counted = True
             self._bars[process].append(dict(self.bars))
             step = _next_step(rows, values.get("epoch"))
@@ -313,6 +327,17 @@ def _is_training(values: dict[str, float]) -> bool:
         return True
     return any("loss" in name and not name.startswith(("eval", "val", "test")) for name in values) and not any(
         "runtime" in name for name in values
+    )
+
+
+def _is_shorter_of(values: dict[str, float], others: dict[str, float]) -> bool:
+    """Return whether one of two dicts is the other with less in it, as two handlers print one step."""
+    shared = values.keys() & others.keys()
+    if not shared or len(shared) != min(len(values), len(others)) or len(values) == len(others):
+        return False
+    return all(
+        math.isclose(values[name], others[name], rel_tol=1e-3, abs_tol=1e-4) or values[name] != values[name]
+        for name in shared
     )
 
 
@@ -588,7 +613,7 @@ class ConsoleTable(Grammar):
         cells = line.split()
         if cells[:1] == ["#"] and cells[-1] != "#" and cells[1].lower() in _STEP_COLUMNS:
             cells = cells[1:]
-        if len(cells) > 2 and cells[0].lower() in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
+        if len(cells) > 2 and cells[0].lower().rstrip(":") in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
             wide = re.split(r"\s{2,}|\t", line.strip().removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
             self.names = [_OF_BOXES.get(name, name) for name in (wide if len(wide) > 2 else cells)]
             if any(number(name) is not None for name in self.names):
@@ -598,7 +623,7 @@ class ConsoleTable(Grammar):
             return bool(self.names)
         if len(cells) < len(self.names) or not self.names:
             return False
-        step = as_step(number(cells[self._step_at]))
+        step = as_step(number(cells[self._step_at].rstrip(":")))
         known = {name: number(cell.rstrip(":")) for name, cell in zip(self.names, cells, strict=False)}
         known.pop(self.names[self._step_at])
         values = {intern(name): value for name, value in known.items() if value is not None}
@@ -613,6 +638,8 @@ class Bar(Grammar):
     def take(self, line: str, process: str) -> bool:
         bar = _BAR.search(line) or DRAWN.search(line)
         values = {}
+        if bar is not None and NOT_TRAINING.search(line, 0, bar.start()) and "train" not in line[: bar.start()].lower():
+            return True  # an evaluation's
         if bar is not None:  # behind the bar's counts, as its description, or printed over its end
             values = pairs(line, *bar.span(2)) if bar.re is _BAR else pairs(line, 0, bar.start())
             if (

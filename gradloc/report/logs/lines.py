@@ -165,6 +165,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             skipped.take(line, taken, process)
         is_sifting = not (config.is_open or blocks.steps or headed.is_by_step or columns.names)
     printed.count_by_bars()
+    json_lines.count_by_epochs()
     is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
     best = max(grammars, key=_amount)
     if 4 * _amount(best)[1] < guessed.num_kept and not best.num_norms or 2 * best.num_norms < num_seen > 8:
@@ -177,7 +178,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         )
     if best is headed and best.is_mixed:  # such headlines may be none
         guessed.resolve()
-        best = guessed if guessed.num_norms >= best.num_norms and not guessed.is_counted else best
+        is_surer = guessed.rows and guessed.num_norms >= best.num_norms and not guessed.is_counted
+        best = guessed if is_surer else best
     if best.is_mixed:
         raise ReportError(
             f"{source.name} has its steps in headlines, with the values below. Headlines are missing or out of order, "
@@ -208,6 +210,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     is_cut = text is None and not source.ends_whole
     if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
         notes += _drop_cut_value(best, _plain(last))
+    if len(best.rows) > 1 and all(len(rows) == 1 and str(rows[0][0]) == of for of, rows in best.rows.items()):
+        best.rows = {"": [row for rows in best.rows.values() for row in rows]}  # 47: 0.25 is no process' line
     made, printed_by = list[Recording](), dict[tuple, str]()
     for process, rows in best.rows.items():
         printed = tuple((step, name, values[name]) for step, values in rows for name in norms if name in values)
@@ -276,6 +280,8 @@ class _Skipped:
         """Steps, and how many of them were skipped, as DeepSpeed counts them."""
         self._grammars = grammars
         self._found: list[tuple[Skip, list[tuple[str, int] | None]]] = []
+        self._grows = False
+        """Whether a scale was seen to rise to a new one: then it may fall to one that it has been at."""
         self._seen: dict[tuple, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         """How often each process printed a message, by the message and the rows before it."""
 
@@ -297,7 +303,10 @@ class _Skipped:
         times = self._seen[(replace(skip, step=None) if has_scale and process else skip, *places)]
         times[process] += 1
         is_new = times[process] > max((count for other, count in times.items() if other != process), default=0)
-        if is_new and (times[process] == 1 or not (has_scale or skip.is_end)):  # a scale falls each time
+        if last and has_scale and last.scale is not None and skip.scale > last.scale:
+            self._grows |= all(skip.scale != known.scale for known, _ in self._found)
+        is_again = times[process] > 1 and (has_scale or skip.is_end)  # without growth, a scale falls each time
+        if is_new and (not is_again or self._grows and last is not None and skip.scale != last.scale):
             self._found.append((skip, places))
 
     def found_in(self, best: Grammar) -> list[Skip]:

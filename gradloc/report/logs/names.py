@@ -47,7 +47,8 @@ _REWARD_WORDS = {"reward", "rewards", "rew", "score", "scores"}
 _OF_REWARD = {*"mean avg average total raw task all env ep episode episodic".split()}
 """Words that a reward's name may have next to one of these; any other says that it is a part or a spread of it."""
 LOSS = "actor/pg_loss"
-_LOSS = re.compile(r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent)(?:_|$)")
+_PERPLEXITY = {"ppl", "perplexity"}
+_LOSS = re.compile(r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent)(?:_|$)|^l_(?!r)[a-z]")
 _NO_LOSS = re.compile(
     r"(?<![a-z])(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
     r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
@@ -253,8 +254,9 @@ def canonical(counts: Mapping[str, int]) -> dict[str, str]:
         return 4 * counts[name] < most
 
     own: dict[str, str] = {}
-    # "raw" is before a group's mean is taken off
-    for name in sorted(counts, key=lambda name: (is_rare(name), "raw" not in name, len(name))):
+    # "raw" is before a group's mean is taken off; a perplexity may be infinite where the loss is not
+    order = {name: (is_rare(name), "raw" not in name, _plain(name) in _PERPLEXITY, len(name)) for name in counts}
+    for name in sorted(counts, key=order.__getitem__):
         known = REWARD if _is_reward(name) else _KNOWN.get(_plain(name))
         if known is not None and known not in counts and not re.match("eval|val(?!ue)|test", name):
             own.setdefault(known, name)

@@ -50,7 +50,9 @@ _UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb] |m?s |[a-z]+/s(?:ec|tep)? |s/[a-z]+ |(?:
 """At the beginning of a name, a unit of the value before, or counts as ``E2/10 B50/500``."""
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
-OF_TRAINING = re.compile(r"loss|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE)
+OF_TRAINING = re.compile(
+    r"loss|\bl_[a-z]|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE
+)
 """Names of what training is about."""
 _LONGEST = 1000
 """Characters of a text in which numbers with the name behind each are looked for."""

@@ -144,8 +144,9 @@ class Metrics:
         return any(value is not None for value in self.series.get(name, ()))
 
     def first(self, names: Iterable[str]) -> str:
-        """Return the first of these metrics that was logged; empty where none was."""
-        return next(filter(self.has, names), "")
+        """Return the first of these metrics that is not logged as seldom as a summary; empty where none is logged."""
+        counts = {name: len(self.logged(name)) for name in names if self.has(name)}
+        return next((name for name, count in counts.items() if 4 * count >= max(counts.values())), "")
 
     def own(self, name: str) -> str:
         """Return the log's own name of a metric."""

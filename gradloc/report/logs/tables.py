@@ -319,6 +319,8 @@ def _is_index(names: list[str], sample: list[list[str]]) -> bool:
 _SIDES = "|│┃║"
 _FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
 """A line that is nothing but a frame."""
+_RULE = re.compile(r"[:\- ]*-[:\- ]*(?:\|[:\- ]*-[:\- ]*)+")
+"""The line below the head of a table of Markdown that has no frame at its sides."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _PLURAL = re.compile(r"^(step|iteration)s$", re.IGNORECASE)
 _LINES = 400
@@ -364,16 +366,27 @@ def read_boxes(source: Source) -> list[Recording]:
 def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
     """Yield the cells of each table, row by row; a line outside of a frame ends it."""
     rows: list[list[str]] = []
+    above, num_signs = "", 0
     for line in lines:
         text = _COLOUR.sub("", line).strip()
         is_frame = bool(text) and _FRAME.fullmatch(text) is not None
-        if len(text) > 2 and text[0] in _SIDES and text[-1] in _SIDES and not is_frame:
-            rows.append([cell.strip(" *`") for cell in re.split(f"[{_SIDES}]", text[1:-1])])
+        if not rows and _RULE.fullmatch(text) and above.count("|") == text.count("|"):
+            rows, num_signs = [_cells(above)], text.count("|")
+        elif rows and 0 < num_signs == text.count("|"):
+            rows.append(_cells(text))
+        elif len(text) > 2 and text[0] in _SIDES and text[-1] in _SIDES and not is_frame:
+            rows.append(_cells(text[1:-1]))
+            num_signs = 0
         elif rows and (not is_frame or len(rows) > 1 and _is_one_steps(rows[0])):
             yield rows
-            rows = []
+            rows, num_signs = [], 0
+        above = text
     if rows:
         yield rows
+
+
+def _cells(text: str) -> list[str]:
+    return [cell.strip(" *`") for cell in re.split(f"[{_SIDES}]", text)]
 
 
 def _steps_in(box: list[list[str]]) -> Iterator[dict[str, float]]:

@@ -285,7 +285,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     is_growth = worst.kind == "growth"  # it is its own aftermath
     within, last = (None, worst.first) if is_growth else (_WITHIN, worst.steps[-1].step)
     for effect, names, fall, rise in EFFECTS:
-        known = next(filter(None, map(metrics.known, names)), [])
+        known = metrics.known(metrics.first(names))
         if effect == "loss" and not loss_of(metrics)[1]:
             continue  # where there is a reward, the loss says nothing
         change = _change(known, worst.first, fall, rise, within)
@@ -315,7 +315,7 @@ def aftermath(worst: Explosion) -> list[Aftermath]:
     metrics, made = surviving(worst.segment), []
     last = worst.steps[-1].step
     for title, names, fall, rise in EFFECTS:
-        known = next(filter(None, map(metrics.known, names)), [])
+        known = metrics.known(metrics.first(names))
         before = [point for point in known if point[0] < worst.first][-_NEAR:]
         near = before + [point for point in known if worst.first <= point[0] <= last]
         after = [point for point in known if point[0] > last][:_NEAR]

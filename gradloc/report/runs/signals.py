@@ -115,6 +115,8 @@ def begins(run: LoggedRun) -> str:
     """Return whether a log begins at the run's ``start`` or ``late``; empty where that is not known."""
     metrics = run.segments[0].metrics
     apart = interval(metrics)
+    if len(metrics.steps) == 1 and metrics.finite("epoch")[:1] in ([0.0], [1.0]):
+        return ""
     if not run.is_counted:
         return "late" if metrics.steps[0] > 2 * apart else "start"
     epochs = metrics.finite("epoch")
@@ -127,7 +129,7 @@ def begins(run: LoggedRun) -> str:
 def interval(metrics: Metrics) -> int:
     """Return the median distance between logged steps."""
     steps = metrics.steps[-1000:]
-    return int(median(b - a for a, b in zip(steps, steps[1:], strict=False))) if len(steps) > 2 else 1
+    return int(median_low(b - a for a, b in zip(steps, steps[1:], strict=False))) if len(steps) > 2 else 1
 
 
 def findings(run: LoggedRun) -> list[Sign]:
@@ -167,7 +169,10 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         else:
             where = f"{_at(lost)}, of {plural(len(logged), 'row')}"
         is_resumed = title == "loss" and before and lost[-1] == logged[-1][0]
-        advice = "" if before else _repeats(title, begins(run))
+        after = next((step for step, _ in logged if step > lost[-1]), None)
+        advice = (
+            "" if before else _repeats(title, begins(run)) if after is None else f"From step {after} on it is finite."
+        )
         before_it = before[-1][0] + 1 if is_resumed else None
         yield Sign("unfinite", f"{own} is {number(value)} {where}{was}.", advice, lost[0], before_it)
 
@@ -304,7 +309,7 @@ def _vanished(metrics: Metrics) -> Sign | None:
 
 def _height(metrics: Metrics) -> Sign | None:
     norms = metrics.norms
-    name = next((name for name in LOSSES if metrics.finite(name)), "")
+    name = metrics.first(LOSSES)
     losses = [abs(value) for value in metrics.finite(name)]
     if not norms or median_low(norms) < HEIGHT or not losses or median(losses) > 100:
         return None
