@@ -4,7 +4,15 @@
     gradloc.Watch(model, optimizer, "runs/x", tokenizer=tokenizer)
 
 Two taps are enough: on the model (:mod:`.taps`), and on the optimizer, whose step is about to be taken. Between them
-the loop's loss, its clip and its scaler are its own. Shapes: B rows of a micro-batch, T positions.
+the loop's loss, its clip and its scaler are its own. A step of the loop, in the order of the calls:
+
+1. each forward: ``_begin_forward``; the tap keeps the forward's inputs;
+2. each ``loss.backward()``: the tap keeps dL/dh, then ``_after_backward`` notes the norm so far;
+3. the loop's clip, where there is one: :mod:`.clips` notes the norm before it;
+4. ``optimizer.step()``: torch calls ``_before_step`` first. From there ``check_step`` and ``_handle_step`` ask for the
+   driver's policy, search a spike, act, and have the event written. Only then does the optimizer step.
+
+Shapes: B rows of a micro-batch, T positions.
 """
 
 import logging
@@ -12,7 +20,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..analysis.config import taken_from
 from ..checks import require
-from ..config import GradLocConfig, settings_without_verl
+from ..config import GradLocConfig
 from ..core.gradients import Gradient, GradientSpace
 from ..core.probe import Prober
 from ..core.ranks import LostRank, PeerFailure, Ranks, host_group
@@ -39,7 +47,7 @@ from ..loop.batch import BatchView, Rows, as_arrays
 from ..loop.driver import AbortedBySpike, Driver
 from ..loop.localizer import Localizer
 from ..loop.messages import Policy
-from ..record import ACTIONS, Run
+from ..record import Run
 from ..record.origin import origin
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
@@ -53,6 +61,7 @@ from .notes import Notes
 from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer, share_parameter
 from .replay import check_replay, versions
 from .rows import view_of, view_of_summaries
+from .settings import loop_settings
 from .tap_step import TapStep
 from .taps import ModelTap
 from .zero import ZeroEngine, is_engine
@@ -112,7 +121,7 @@ class Watch(Notes):
     ):
         engine, model = find_engine(model, optimizer)
         analyses = taken_from(settings)
-        kept = None if action == "off" else _settings(action, settings, os.fspath(folder))
+        kept = None if action == "off" else loop_settings(action, settings, os.fspath(folder))
         if kept is not None:
             is_trained = any(param.requires_grad for param in model.parameters())
             require(is_trained, "gradloc.Watch's model", "one with a parameter that requires a gradient", "none")
@@ -137,8 +146,11 @@ class Watch(Notes):
         """Whether :meth:`check_step` was called for the step that is about to be taken."""
         self._next_number: int | None = None
         self._before: Gradient | None = None
+        """The gradient as the loop left it, while ``.grad`` holds it as it was before clipping."""
+        self._ids_of: Any = None  # the space whose parameters' ids are kept
+        self._ids: set[int] = set()
         self._handles: list[Any] = []
-        self._is_told = False
+        self._has_warned = False
         self.analyses: LoopAnalyses | None = None
         self.is_analysing = False
         """Whether steps of the optimizer are an analysis' own, which are taken back."""
@@ -166,7 +178,7 @@ class Watch(Notes):
         self.clips = ClipTap(self._owns)
         self._listen()
         if (name := sparse_embedding(model)) is not None:
-            self._tell_once(f"{name} has sparse gradients: make it sparse=False. Nothing is watched")
+            self._warn_once(f"{name} has sparse gradients: make it sparse=False. Nothing is watched")
             self.localizer.num_failures = 3
             self.close()
         elif engine is not None:
@@ -244,16 +256,16 @@ class Watch(Notes):
         Raises:
             AbortedBySpike: where a spike is to stop the run.
         """
-        unknown = torch.zeros(()) if norm is None else norm
+        otherwise = torch.zeros(()) if norm is None else norm
         if self.localizer is None:
-            return unknown
+            return otherwise
         try:
-            return self._handle_step(norm, unknown)
+            return self._handle_step(norm, otherwise)
         except AbortedBySpike:
             raise
         except Exception as error:
             self.tap.give_up(error)
-            return unknown
+            return otherwise
 
     def make_step(self) -> TapStep:
         """Make the step that is about to begin."""
@@ -267,13 +279,17 @@ class Watch(Notes):
         self.localizer.begin_update(None, self.space, are_all_here=False)
         self.localizer.begin_mini_batch(self.step)
 
-    def _handle_step(self, norm: torch.Tensor | None, unknown: torch.Tensor) -> torch.Tensor:
-        """Ask the driver whether the step spikes, look into it, and send the driver what was found."""
+    def _handle_step(self, norm: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+        """Get the driver's policy, search and act if the step spikes, and have the driver write the event.
+
+        Returns:
+            The norm as :meth:`check_step` does; ``otherwise`` where no rank has a micro-batch.
+        """
         if self.step is not None:
             self.step.take(self.tap.take_done())
         counts = StepCounts.gather(self.step, self.ranks)
         if not any(counts.micro_batches):
-            return unknown
+            return otherwise
         if self.step is None:  # another rank has micro-batches
             self._begin_step()
         self._num_checked += 1
@@ -303,14 +319,14 @@ class Watch(Notes):
                 self._send(analysed)
         finally:
             self.is_unclipped = False
-            is_other = any(spike.taken != "observe" for spike in localizer.outcomes)
-            if self._before is not None and not is_other:
+            is_replaced = any(spike.taken != "observe" for spike in localizer.outcomes)
+            if self._before is not None and not is_replaced:
                 self.space.put(self._before)
             if self.engine is not None:
                 self.space.give()
             self.step, self._before, self.stage_name = None, None, ""
         self._write_metrics(decided)
-        return taken if is_other else norm
+        return taken if is_replaced else norm
 
     def _analyse(self, norm: float) -> dict[str, float]:
         """Take the step apart, where an analysis is due; returns its metrics on the first process."""
@@ -356,8 +372,26 @@ class Watch(Notes):
         if len(set(counts.micro_batches)) == len(set(counts.opened)) == 1:
             return policy, decided
         found = ", ".join(f"{count:.0f}" for count in counts.micro_batches)
-        self._tell_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
+        self._warn_once(f"steps are looked into where all ranks run as many micro-batches, found {found}")
         return None, decided
+
+    def prepare_search(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
+        """If the step spikes, put its gradient back as it was before clipping, run again from the taps.
+
+        All ranks call this together: each has as many micro-batches.
+
+        Returns:
+            The policy; None: do not search.
+        """
+        assert self.localizer is not None
+        value = float(norm)
+        spike = policy.spike(value, 0)
+        if spike is None or self.localizer.num_failures >= 3:
+            return policy
+        if spike.kind == "non_finite" and self.scales_loss and self.localizer.run_safely(self.localizer.is_loss_finite):
+            return None  # an overflow by the scale alone
+        is_ready = self.localizer.run_safely(partial(self._prepare, spike.grad_norm, spike.threshold))
+        return policy if is_ready else None
 
     def _send(self, analysed: dict[str, float]) -> None:
         """Send what the ranks know of the step to the driver, on the first process.
@@ -391,9 +425,9 @@ class Watch(Notes):
             raise why or AbortedBySpike("gradloc stopped the run at a gradient spike: the first process says why.")
         learn()
 
-    def _tell_once(self, why: str) -> None:
-        if why and self.ranks.is_first and not self._is_told:
-            self._is_told = True
+    def _warn_once(self, why: str) -> None:
+        if why and self.ranks.is_first and not self._has_warned:
+            self._has_warned = True
             logger.warning("gradloc: %s", why)
 
     # ---- what was learned
@@ -432,27 +466,10 @@ class Watch(Notes):
         """Join all ranks' rows to one batch."""
         return view_of(by_rank)
 
-    def prepare_search(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
-        """If the step spikes, put its gradient back as it was before clipping, run again from the taps.
-
-        All ranks call this together: each has as many micro-batches.
-
-        Returns:
-            The policy; None: do not search.
-        """
-        assert self.localizer is not None
-        value = float(norm)
-        spike = policy.spike(value, 0)
-        if spike is None or self.localizer.num_failures >= 3:
-            return policy
-        if spike.kind == "non_finite" and self.scales_loss and self.localizer.run_safely(self.localizer.is_loss_finite):
-            return None  # an overflow by the scale alone
-        is_ready = self.localizer.run_safely(partial(self._prepare, spike.grad_norm, spike.threshold))
-        return policy if is_ready else None
-
     # ---- inside
 
     def _prepare(self, norm: float, threshold: float | None = None) -> bool:
+        """Run the step again from the taps: ``.grad`` then has the gradient before clipping. Returns True."""
         step, space, ranks = self.step, self.space, self.ranks
         changed = sum(each.forwarded.is_changed for each in step.micro_batches)
         (changed,) = ranks.sum([float(changed)])
@@ -494,8 +511,6 @@ class Watch(Notes):
             self._ids_of, self._ids = self.space, {id(own) for own in self.space.params}
         return id(param) in self._ids
 
-    _ids_of: Any = None
-
     # ---- the taps' calls
 
     def _listen(self) -> None:
@@ -530,7 +545,7 @@ class Watch(Notes):
         """Let an engine run the passes from here on, and look into its optimizer's steps."""
         self.engine, reference = engine, weakref.ref(self)
         if why := engine.refusal():
-            self._tell_once(f"{why}. Nothing is watched")
+            self._warn_once(f"{why}. Nothing is watched")
             self.localizer.num_failures = 3
             self.close()
             return
@@ -568,7 +583,7 @@ class Watch(Notes):
             self._drop_what_is_gone()
         self.clips.follow_writes(self.space.params)
         if self.tap.num_seen == _MANY and self._num_steps == 0:
-            self._tell_once(
+            self._warn_once(
                 f"{_MANY} forwards and no step of an optimizer with this model's parameters: nothing can be watched. "
                 "Pass the optimizer whose step() the loop calls"
             )
@@ -592,7 +607,7 @@ class Watch(Notes):
             return None
         self._num_steps += 1
         if torch._C._current_graph_task_id() != -1:
-            self._tell_once("the optimizer steps inside of the backward, so no gradient is whole: nothing is watched")
+            self._warn_once("the optimizer steps inside of the backward, so no gradient is whole: nothing is watched")
             return None
         with_check = call_after_closure(args, kwargs, partial(self._check_before_step, optimizer))
         if with_check is None:
@@ -605,6 +620,7 @@ class Watch(Notes):
         self._withheld.give_back()
 
     def _check_before_step(self, optimizer: Any) -> None:
+        """Check the step, unless :meth:`clip_grad_norm_` has, and notice a loop that shows nothing to the taps."""
         if self.engine is not None:
             self._num_steps += 1
         else:
@@ -617,7 +633,7 @@ class Watch(Notes):
         if not self._num_checked and optimizer is self.optimizer:
             self.number += 1
         if self._num_steps == _EARLY and not self._num_checked:
-            self._tell_once(self._why_nothing())
+            self._warn_once(self._why_nothing())
 
     def _why_nothing(self) -> str:
         why = "the model's forward had no gradients, or torch.func's alone; pass the model that the loop calls"
@@ -653,7 +669,7 @@ class Watch(Notes):
         elif isinstance(outer, DistributedDataParallel) and outer.gradient_as_bucket_view:
             why = f"DistributedDataParallel's gradient_as_bucket_view must be {_NO_VIEWS}, found True"
         if why:
-            self._tell_once(f"{why}. Nothing is watched")
+            self._warn_once(f"{why}. Nothing is watched")
             self.localizer.num_failures = 3
 
     def _drop(self) -> None:
@@ -676,27 +692,9 @@ class Watch(Notes):
     def _write_metrics(self, norm: torch.Tensor) -> None:
         self.metrics = {name.removeprefix("actor/"): value for name, value in self.metrics.items()}
         if self.metrics and self._curve is not None:
-            self._tell_once(self._curve.write(self.number, {"actor/grad_norm": float(norm), **self.metrics}))
+            self._warn_once(self._curve.write(self.number, {"actor/grad_norm": float(norm), **self.metrics}))
 
 
 def _to(reference: Any, name: str, *given: Any) -> Any:
     watch = reference()
     return None if watch is None else getattr(watch, name)(*given)
-
-
-def _settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig | None:
-    """Return the effective settings; None: off. A loop has no checkpoint format, and nothing that could replay a
-    bundle. A trainer's adapter gives its own."""
-    if isinstance(action, GradLocConfig):
-        return action
-    mode = {"mode": action} if isinstance(action, str) else action
-    given = {"action": mode, **blocks, "evidence": {"bundle": "off", **blocks.get("evidence", {})}}
-    named = mode.get("mode") if isinstance(mode, Mapping) else None
-    kinds = "observe, mask, skip, abort or off in a loop, of whose loss no other setting is known"
-    require(named in (None, *(each for each in ACTIONS if each != "heal")), "gradloc.action.mode", kinds, named)
-    settings = settings_without_verl(given, os.path.join(folder, "gradloc"), "a loop, which has none")
-    evidence = None if settings is None else settings.evidence
-    for name in () if evidence is None else ("bundle", "checkpoint"):
-        value = getattr(evidence, name)
-        require(value == "off", f"gradloc.evidence.{name}", "off in a loop of one's own, which no replay knows", value)
-    return settings
