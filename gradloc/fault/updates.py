@@ -4,6 +4,9 @@
 A healthy step costs one norm of all weights and a sample of their elements, a few kernels on the device; nothing is
 communicated and nothing is read until the next step. From the samples before and after a step follows how far it moved
 each parameter, whatever the optimizer. From the norms follows whether something else changed the weights since.
+
+For each step, in order: :meth:`Updates.before_step`, the optimizer's own step, a hook of ours behind it
+(``_after_step``), and, once the host reads the device anyway, :meth:`Updates.learn`. The others answer at a spike.
 """
 
 import logging
@@ -88,7 +91,7 @@ class Movements(deque[Movement]):
 
 
 class Moments(NamedTuple):
-    """Measures of the last step's size that Adam's moments give."""
+    """Measures of the last step's size that Adam's moments m (first) and v (second) give."""
 
     decay_share: float
     """Weight decay's fraction of the squared movement."""
@@ -117,15 +120,19 @@ class Updates:
         self._pointers: list[int] = []
         self._shards: list[torch.Tensor] = []
         self._runs: list[torch.Tensor] = []
-        """Views of the sampled elements in the weights themselves."""
-        self._sample: list[torch.Tensor] = []
+        """Views of the sampled elements in the weights themselves; the next three are copies of them, float32."""
         self._before: list[torch.Tensor] = []
-        """Copies of them, float32, after the last step and before it."""
+        """The sample before the last step."""
+        self._sample: list[torch.Tensor] = []
+        """The sample after the last step."""
         self._present: list[torch.Tensor] = []
-        """Copies from when the next step was about to be taken."""
+        """The sample when the next step is about to be taken: something else may have changed it since."""
         self._is_present = False
+        """Whether ``_present`` is of the step that comes next."""
         self._pending: OptimizerStep | None = None
+        """The last step, until :meth:`before_step` has noted the weights' norms once more."""
         self._open: list[tuple[OptimizerStep, list[torch.Tensor]]] = []
+        """Steps and their scalars on the device, until :meth:`learn` gets them on the host."""
         self._optimizer: Any = None
         self._handle: Any = None
         self.has_failed = False
@@ -173,6 +180,8 @@ class Updates:
             )
 
     def _note(self) -> None:
+        """Note the step that was just taken."""
+        # buffers change places, so that nothing is allocated; without a sample from just before, the last one serves
         if self._is_present:
             self._before, self._present = self._present, self._before
         else:
@@ -201,8 +210,8 @@ class Updates:
             ]
 
     @torch.no_grad()
-    def ask(self) -> None:
-        """Note what :meth:`learn` wants to know of the last step, before the next one is taken; reads nothing."""
+    def before_step(self) -> None:
+        """Note the sample and the weights' norms before the next step is taken, for :meth:`learn`; reads nothing."""
         done, self._pending = self._pending, None
         if self._params:
             self._look_up()
@@ -231,6 +240,7 @@ class Updates:
         return [said for done, answer in zip(steps, answers, strict=True) if (said := self._learn(done, answer))]
 
     def _learn(self, done: OptimizerStep, answer: torch.Tensor) -> str:
+        """Remember one step; returns its warning, mostly ""."""
         moved, weights, then, now = answer.double().view(4, -1)
         movements, known = self.movements, [each.size for each in self.movements]
         relative, size = moved / weights.clamp(min=_TINY), float(moved.norm() / weights.norm().clamp(min=_TINY))
@@ -385,7 +395,14 @@ class Updates:
         return None
 
     def under_decay(self, index: int, saved: torch.Tensor, before: torch.Tensor, decay: float) -> torch.Tensor:
-        """Return where AdamW's last step had gone under this weight decay, or its group's own where that is smaller."""
+        """Return where AdamW's last step would have led under a smaller weight decay.
+
+        Args:
+            index: of the parameter.
+            saved: its local shard as it is now.
+            before: its local shard before the last step.
+            decay: the other weight decay; one that is larger than the group's own changes nothing.
+        """
         group = self._group(index)
         if group is None:
             return saved
