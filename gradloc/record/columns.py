@@ -40,9 +40,10 @@ class Column:
     losses: tuple[str, ...] = (ACTOR, CRITIC, DISTILLED)
     """Losses for which a tensor of the trainer's batch is meaningful."""
     minus: tuple[str, str] | None = None
-    """Computed as the first column minus the second, or minus its ``_used`` form where that is known."""
+    """Computed as the first column minus the second; where the second is ``old_log_prob`` and ``old_log_prob_used`` is
+    known, minus that."""
     is_ratio: bool = False
-    """Whether the value is the exponential of that difference."""
+    """Whether the value is exp of that difference, of two log-probs."""
     is_essential: bool = False
     """Whether it is among a culprit's first numbers."""
     is_summed: bool = False
@@ -52,7 +53,9 @@ class Column:
 
 _LOGS = (ACTOR, DISTILLED)
 _SPIKE = Shade("orange adds to the spike, blue pulls the other way", 1e-6)
-_PULL = Shade("d loss / d log-prob; orange lowers the token's probability (a critic's value), blue raises it", 1e-12)
+_COEFFICIENT = Shade(
+    "d loss / d log-prob; orange lowers the token's probability (a critic's value), blue raises it", 1e-12
+)
 _LIKELIER = Shade("log of new / old; orange above 1, blue below", 0.2)
 _SIGNED = Shade("orange positive, blue negative", 1.0)
 _SPREAD = Shade("of the distribution the token was drawn from, in nats", 1.0, is_diverging=False)
@@ -60,7 +63,9 @@ _ENGINES = Shade("trainer minus rollout engine; orange above, blue below", 0.1)
 COLUMNS = {
     "share": Column("share of the spike", "Its share of the spike; all add up to 1.", is_summed=True, shade=_SPIKE),
     "share_error": Column("its standard error", "Standard error of the share.", is_summed=True),
-    "coefficient": Column("d loss / d log-prob", "All terms; of a critic d loss / d value.", "1/nat", shade=_PULL),
+    "coefficient": Column(
+        "d loss / d log-prob", "All terms; of a critic d loss / d value.", "1/nat", shade=_COEFFICIENT
+    ),
     "kl_coefficient": Column("of it the KL term", "The KL term's part of the coefficient.", "1/nat"),
     "entropy_coefficient": Column("d loss / d entropy", "d loss / d entropy.", "1/nat"),
     "value": Column("value", "The critic's prediction in the training forward.", "reward", is_essential=True),
