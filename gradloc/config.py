@@ -195,7 +195,7 @@ def resolve(settings: GradLocConfig, actor: Any, default_dump_dir: str | None = 
     """
     known = {"enable": settings.enable, "trigger.tau": settings.trigger.tau, "budget": settings.budget}
     known["dump_dir"] = settings.dump_dir if default_dump_dir is not None else None
-    defaults = {"budget": BUDGET, "dump_dir": default_dump_dir}
+    defaults = {"budget": BUDGET, "dump_dir": default_dump_dir}  # of the others None, which says not given
     for name, (ours, allowed) in PUBLISHED.items():
         value = actor.get(name)
         if value is None:

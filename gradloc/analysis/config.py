@@ -54,7 +54,7 @@ class QuartileSettings:
     ``range``: quarters of the probabilities from 0 to 1."""
     num_tokens: int = setting(64, integer(0), f"{_TRAINER}.quartile_analysis_num_tokens")
     """Tokens whose own gradient is measured, one backward each, equally many of each quartile; 0: none."""
-    exit_after = False  # training always goes on
+    exit_after = False  # no setting: training always goes on
 
     def __post_init__(self):
         check_fields(self)
@@ -70,13 +70,17 @@ def read_if_on(settings: type[S], config: Any) -> S | None:
 
 
 Analyses = tuple[BucketSettings | None, QuartileSettings | None]
+"""The settings of both analyses; None for one that is off."""
 _BLOCKS: dict[str, Any] = {"buckets": BucketSettings, "quartiles": QuartileSettings}
-_OF_VERL = ("mode", "exit_after", "env_groups", "group_size")
+_ONLY_VERL = ("mode", "exit_after", "env_groups", "group_size")
+"""Settings that only runs of verl have."""
 
 
 def taken_from(blocks: dict[str, Any]) -> Analyses:
-    """Take ``buckets`` and ``quartiles`` out of a run's blocks, where no trainer of verl's reads the settings: True, or
-    settings by name; None is off.
+    """Take ``buckets`` and ``quartiles`` out of the blocks of a run that is not verl's, and read them.
+
+    Args:
+        blocks: settings by block. A block is True for the defaults, settings by name, or None or False for off.
 
     Raises:
         ValueError: one sentence, for a wrong name or value.
@@ -85,7 +89,7 @@ def taken_from(blocks: dict[str, Any]) -> Analyses:
     for block, kind in _BLOCKS.items():
         given = blocks.pop(block, None)
         require(given is None or isinstance(given, bool | Mapping), block, "true, false, or settings by name", given)
-        keys = {each.name: each.metadata["key"] for each in fields(kind) if each.name not in _OF_VERL}
+        keys = {each.name: each.metadata["key"] for each in fields(kind) if each.name not in _ONLY_VERL}
         chosen = dict(given) if isinstance(given, Mapping) else {}
         for name in chosen:
             require(name in keys, f"a setting of {block}", f"one of {', '.join(keys)}", name)
@@ -121,6 +125,6 @@ def check_separate(settings: BucketSettings, because: str) -> None:
 
 
 def geometry(settings: BucketSettings, config: Any) -> tuple[int, int]:
-    """Prompts and rollouts per prompt of the separate analysis batch."""
+    """Return the numbers of prompts and of rollouts per prompt of the separate analysis batch."""
     groups = settings.env_groups or config.data.train_batch_size
     return groups, settings.group_size or config.actor_rollout_ref.rollout.n

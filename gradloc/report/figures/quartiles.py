@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure of a quartile analysis: panels (c) to (f) of Fig. 1 of arXiv 2505.12929, and more.
+"""Draw a quartile analysis: panels (c) to (f) of Fig. 1 of arXiv 2505.12929, and more.
 
 A violin is the histogram of one quartile's probability changes; orange where its tokens were
 updated, blue where they were not. The box holds half of the tokens, the thick line 90 %, the thin
@@ -28,16 +28,18 @@ PANELS = {
 }
 WIDTH = 0.42
 """Half of a violin's width where it is widest."""
+_MOMENTUM = 0.05
+"""Part of the whole step's norm from which a step without any gradient is drawn apart."""
 
 
 def figure_of(analysis: QuartileAnalysis) -> Figure:
     """Draw shares, (d) norms and single tokens; then the changes (c), (e) and (f).
 
-    Where without any gradient the optimizer would still move the weights by over 5 % of its step, the changes once
-    more without that.
+    The optimizer's momentum moves the weights even without a gradient. If that is a notable part of the step, a further
+    row shows the changes without it.
     """
     none, whole = analysis.updates.get("none"), analysis.updates.get("all")
-    has_momentum = none is not None and whole is not None and none.update_norm > 0.05 * whole.update_norm
+    has_momentum = none is not None and whole is not None and none.update_norm > _MOMENTUM * whole.update_norm
     kinds = ("changes", "own_changes") if has_momentum else ("changes",)
     figure = Figure(figsize=(13, 4.0 + 3.6 * len(kinds)), layout="constrained")
     (shares, norms, tokens), *rows = figure.subplots(1 + len(kinds), 3)
@@ -161,7 +163,7 @@ def _draw_violin(axes: Axes, place: int, change: Change, edges: list[float], col
     counts = np.array(change.counts, dtype=float)
     if counts.sum() > 0 and high > low:
         centres = (np.array(edges[1:]) + np.array(edges[:-1])) / 2
-        kernel = np.exp(-(np.linspace(-2, 2, 7) ** 2) / 2)
+        kernel = np.exp(-(np.linspace(-2, 2, 7) ** 2) / 2)  # a normal curve over seven bins smooths the histogram
         density = np.convolve(counts, kernel / kernel.sum())[3:-3]
         # as far as the tokens go, and no farther
         inside = (centres >= low) & (centres <= high)

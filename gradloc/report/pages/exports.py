@@ -48,7 +48,7 @@ CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
 
 
 def to_json(run: RunFolder, events: list[Event]) -> str:
-    """Write the events as JSON with the notes; of logs alone what happened in each run.
+    """Write the events and notes as JSON; where there are only logs, also the diagnosis of each run.
 
     Numbers that are not finite are strings.
     """

@@ -35,7 +35,10 @@ Points = list[tuple[int, float]]
 def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = None) -> Chart | None:
     """Return the chart of norm, threshold and events, with reward, entropy and KL below; None without data.
 
-    ``diagnosis`` is of a log alone: its spikes are marked, with the threshold of the trigger's rule.
+    Args:
+        run: the run's metrics and events.
+        health: states for the strip below.
+        diagnosis: of a run that has only a log: its spikes are marked, with the threshold of the trigger's rule.
     """
     metrics, events = run.metrics, [row for row in run.events.rows if row.model != "critic"]  # its norms are others
     if not metrics and not events:
@@ -46,8 +49,8 @@ def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = N
     lines += _line(metrics.known(MEAN), "mean of the step", "calm")
     limits = metrics.known(THRESHOLD) or _threshold(metrics, events)
     if diagnosis is not None:
-        judged = sum(diagnosis.judged, [])
-        limits = limits or sorted({j.step: j.threshold for j in judged if j.threshold is not None}.items())
+        steps = sum(diagnosis.judged, [])  # of all segments
+        limits = limits or sorted({step.step: step.threshold for step in steps if step.threshold is not None}.items())
     lines += _line(limits, "threshold", "limit")
     lines += _others(run)
     panels = [{"title": "gradient norm", "is_log": True, "lines": lines}]
@@ -71,7 +74,7 @@ def _spikes(diagnosis: Diagnosis) -> list[list[Any]]:
 
 
 def _others(run: RunFolder) -> list[Chart]:
-    """Return lines of norms that a resume overwrote, and of other runs of the same log."""
+    """Return curves of the norms that a resume overwrote, and of other runs in the same log."""
     if not run.runs or run.events:
         return []
     first, *others = run.runs
@@ -97,6 +100,7 @@ def comparison_chart(runs: Sequence[RunFolder], comparison: Comparison) -> Chart
 
 
 def _line(points: Points, label: str, kind: str) -> list[Chart]:
+    """Return a curve as a list of one; empty without points."""
     points = thin(points)
     y = [float(f"{value:.4g}") for _, value in points]
     return [{"label": label, "kind": kind, "x": [step for step, _ in points], "y": y}] if points else []
@@ -162,6 +166,7 @@ def row(event: EventRow) -> dict[str, Any]:
 
 
 def _sortable(value: float | None) -> float | str:
+    """Return a number that JSON can hold and the page's script can sort by; -1 where it is not known."""
     if value is None:
         return -1
     return float(f"{value:.6g}") if math.isfinite(value) else "Infinity"
