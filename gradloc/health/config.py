@@ -98,7 +98,7 @@ class HealthConfig:
 
     @classmethod
     def rule_names(cls) -> tuple[str, ...]:
-        """Return the settings that are rules, in order."""
+        """Return the settings that are rules, in order: those whose bound :meth:`check` knows, and not the field."""
         return tuple(each.name for each in fields(cls) if "allowed" not in each.metadata)
 
 

@@ -17,7 +17,7 @@ from ..record.bundle import Fingerprint, Weights
 
 _ROUNDING = 1e-11  # of float64 sums, relative to the largest they could be; 1e-15 was measured between shardings
 _HALF_ULP = 2.0**-9  # of bfloat16, relative: what saving in half precision does to a weight at most
-_NUM_SIGMAS = 8.0
+_NUM_SIGMAS = 8.0  # standard deviations that a sum may be off by
 _KURTOSIS = 30.0  # mean fourth power over squared mean square, generous for weights
 
 
@@ -46,7 +46,7 @@ def fingerprint(space: GradientSpace) -> Fingerprint:
 def is_other_model(expected: Fingerprint, found: Fingerprint) -> str | None:
     """Say how the two fingerprints cannot be of one architecture; None when they can.
 
-    Parameters that only one of them knows, or another number of weights. Not decided for FSDP1's flat parameters.
+    One may have a parameter that the other lacks, or another number of weights. FSDP1's flat parameters decide nothing.
     """
     ours, theirs = expected.parameters, found.parameters
     if ours is None or theirs is None:

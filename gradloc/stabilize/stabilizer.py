@@ -40,6 +40,7 @@ class Stabilizer:
         """Whether :meth:`measure` replaces verl's clipping."""
         self._group = _GROUPS[settings.layer_clip.group]
         self._by_stage: dict[str, dict[str, Any]] = {}
+        """For each stage, what learns in it by name: ``layer_clip`` and ``skip_step``, where they are on."""
 
     def begin_update(self, space: GradientSpace, stage: str, learned: Mapping[str, Any] | None) -> None:
         """Prepare for an update.
@@ -59,8 +60,12 @@ class Stabilizer:
         self._num_nonfinite = self._num_skipped = 0
 
     def measure(self) -> torch.Tensor:
-        """Return norm of what is in ``.grad``, by one reduction for all layers: a float64 scalar, the same on every
-        rank, NaN or inf when an element is not finite.
+        """Return the norm of what is in ``.grad``, by one reduction for all layers.
+
+        The layers' norms are kept for :meth:`before_step`.
+
+        Returns:
+            A float64 scalar, the same on every rank; NaN or inf when an element is not finite.
         """
         self._squares = self._space.squares()
         return self._squares.sum().sqrt()
@@ -95,6 +100,7 @@ class Stabilizer:
         return self._ranks.decided(norm, limit)[1]
 
     def _clip_layers(self, layer_clip: LayerClip, is_step: bool) -> None:
+        """Scale each layer's gradient by its factor, 1 where no step is taken; note what that did."""
         norms = norms_by(self._group, self._space.names, self._squares)
         self._num_nonfinite += sum(not math.isfinite(norm) for norm in norms.values())
         factors = layer_clip.clip(norms) if is_step else dict.fromkeys(norms, 1.0)

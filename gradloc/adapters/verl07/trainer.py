@@ -57,8 +57,11 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
 
 
 def settle(config: Any, settings: GradLocConfig) -> None:
-    """Write these settings into the trainer's config, before any worker gets it: under both names of each, and with
-    the ``_target_`` of the block."""
+    """Write the effective settings into the trainer's config, before any worker gets it.
+
+    Each of the four published settings is written under both of its names; the block's ``_target_`` makes verl's worker
+    build its dataclass.
+    """
     actor = config.actor_rollout_ref.actor
     settled = {"_target_": "verl.utils.gradloc_seam.settings", **asdict(settings)}
     values = (bool(settings.enable), settings.trigger.tau, settings.budget, settings.dump_dir, settled)
@@ -115,7 +118,7 @@ class TrainerHook(TrainerFeatures):
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Return the rows to train on, once rewards are known; see :meth:`Analysis.filter`."""
+        """Return the rows to train on, once rewards are known; see :meth:`RayTrainerAnalyses.filter`."""
         if self.analysis is None:
             return batch, rewards, extras
         return self.analysis.filter(trainer, batch, rewards, extras, metrics)
