@@ -610,11 +610,11 @@ class ConsoleTable(Grammar):
         self._step_at = 0
 
     def take(self, line: str, process: str) -> bool:
-        cells = line.split()
+        cells = line.lstrip(" `").split()
         if cells[:1] == ["#"] and cells[-1] != "#" and cells[1].lower() in _STEP_COLUMNS:
             cells = cells[1:]
         if len(cells) > 2 and cells[0].lower().rstrip(":") in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
-            wide = re.split(r"\s{2,}|\t", line.strip().removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
+            wide = re.split(r"\s{2,}|\t", line.strip(" `\t\r").removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
             self.names = [_OF_BOXES.get(name, name) for name in (wide if len(wide) > 2 else cells)]
             if any(number(name) is not None for name in self.names):
                 self.names = []

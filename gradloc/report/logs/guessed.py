@@ -82,7 +82,8 @@ class Guessed(Grammar):
                 *zip(*(free for free, _ in lines), strict=True),
                 *([row[name] for row in values] for name in shared),
             ]
-            rows = _placed(columns, values) if len(lines) >= _FEWEST else []
+            has_count = len(lines) > 1 and most[1]
+            rows = _placed(columns, values) if has_count or len(lines) >= _FEWEST else []
             is_main = any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
             if not rows and len(lines) >= 2 * _FEWEST and (is_main or any(map(is_norm, most[0]))):
                 self.is_counted = True

@@ -22,7 +22,7 @@ PAIRS = re.compile(
     rf"|(?<![\w./@-])([A-Za-z][\w./@()-]{{0,80}}(?: (?:[A-Za-z@]|\((?=[A-Za-z]|\d+ [a-z]))[\w./@()-]{{0,40}}){{0,7}})"
     rf"\s*{_IS}\s*{_OPENED}({NUMBER})(?![\w.]*\d)"
     # no sign between: the name is known, or the line's parts are set apart; a step may come first: loss 73 0.25
-    r"|(?<![a-z_/.])((?:[a-z]{2,12} )?[a-z_/]{0,40}"
+    r"|(?<![a-z_/.\d])((?:[a-z]{2,12} )?[a-z_/]{0,40}"
     r"(?:norm|loss|reward|entropy|grad_l2|cost|\bnll|\bgn|\bgrad)(?:/[a-z]+)?)"
     rf"\]?\s+(?:is\s+|\|\s+|\(|\d+\s+(?=[-\d]|nan\b))?({NUMBER})(?![\w.]*\d)"
     rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
@@ -44,7 +44,7 @@ SYMBOL = re.compile(r"(?:\|{1,2}|‖)\s*(?:g|grad|∇\w?)\s*(?:\|{1,2}|‖)", re
 _STATISTICS = {"mean", "avg", "average", "median", "min", "max", "std"}
 _SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
 """What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
-_PLACE = re.compile(r"[\w/]+(?:\.\w+)+:\d{1,5}")
+_PLACE = re.compile(r"[\w/-]+(?:\.\w+)+:\d{1,5}")
 """Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
 _UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb] |m?s |[a-z]+/s(?:ec|tep)? |s/[a-z]+ |(?:[A-Z]?\d+/\d+ )+)(?=\S)")
 """At the beginning of a name, a unit of the value before, or counts as ``E2/10 B50/500``."""
