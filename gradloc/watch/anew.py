@@ -35,19 +35,19 @@ class TapRecorded(Recorded):
         return partial(self.backward, selected)
 
 
-class HeadPull(NamedTuple):
+class HeadGradient(NamedTuple):
     """Derivatives of a loss by the output of one call of a head."""
 
     labels: torch.Tensor | None
     """(N,); None where dL/dz itself is held."""
     parts: torch.Tensor | None
     """(N, K): dL / d potential."""
-    pull: torch.Tensor | None = None
+    logit_grad: torch.Tensor | None = None
     """dL/dz as training had it; None with neither, where only dL/dh is known."""
 
     @property
     def is_unknown(self) -> bool:
-        return self.labels is None and self.pull is None
+        return self.labels is None and self.logit_grad is None
 
 
 @dataclass
@@ -55,7 +55,7 @@ class AnewMicroBatch:
     """One forward, and the loss's derivatives by each call of a head."""
 
     forwarded: RecordedForward
-    asked: Sequence[HeadPull]
+    asked: Sequence[HeadGradient]
     recorded: TapRecorded = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,14 +63,14 @@ class AnewMicroBatch:
 
     def _backward(self, selected: None, graph: Graph, unit: float = 1.0) -> None:
         """Run backward from the heads' outputs, or from h where nothing else is known."""
-        roots, grads, pull = [], [], self.forwarded.pull
+        roots, grads, hidden_grad = [], [], self.forwarded.hidden_grad
         for output, asked in zip(graph.heads, self.asked, strict=True):
             if output.requires_grad:  # DDP waits for each parameter, so a head gets zeros where nothing is known
                 roots.append(output)
-                grads.append(output.new_zeros(()).expand_as(output) if asked.is_unknown else _logit_pull(output, asked))
-        if all(asked.is_unknown for asked in self.asked) and graph.hidden is not None and pull is not None:
+                grads.append(output.new_zeros(()).expand_as(output) if asked.is_unknown else _logit_grad(output, asked))
+        if all(asked.is_unknown for asked in self.asked) and graph.hidden is not None and hidden_grad is not None:
             roots.append(graph.hidden)
-            grads.append(pull.to(graph.hidden.device))
+            grads.append(hidden_grad.to(graph.hidden.device))
         graph.backward(roots, grads, self.forwarded.auxiliary_coefficient)
 
 
@@ -92,7 +92,7 @@ class AnewStep(LoopStep):
         return self.tap.graph(batch.forwarded, is_cut=all(asked.is_unknown for asked in batch.asked))
 
 
-_UNKNOWN = HeadPull(None, None)
+_UNKNOWN = HeadGradient(None, None)
 
 
 def follow_weights(step: Any) -> AnewStep:
@@ -104,9 +104,9 @@ def follow_weights(step: Any) -> AnewStep:
             is_known = each.labels is not None and each.fit is not None and len(call.head.weight) > SMALL
             if step.form == "log_probs" and is_known:
                 where = call.place.positions(each.labels.device).reshape(-1)
-                asked.append(HeadPull(each.labels.reshape(-1)[where], each.fit.parts[where, :4]))
+                asked.append(HeadGradient(each.labels.reshape(-1)[where], each.fit.parts[where, :4]))
             else:
-                asked.append(_UNKNOWN if call.pull is None else HeadPull(None, None, call.pull))
+                asked.append(_UNKNOWN if call.logit_grad is None else HeadGradient(None, None, call.logit_grad))
         batches.append(AnewMicroBatch(each.forwarded, asked))
     return AnewStep(step, batches, step.backward_factor)
 
@@ -115,27 +115,27 @@ def follow_weights(step: Any) -> AnewStep:
 def keep_first(step: Any) -> AnewStep:
     """Return the first micro-batch of a healthy :class:`.tap_step.TapStep`, without the logits of its forward."""
     original = step.micro_batches[0].forwarded
-    asked = [_recover(call.pull, call.output) for call in original.head_calls]
+    asked = [_recover(call.logit_grad, call.output) for call in original.head_calls]
     forwarded = copy.copy(original)
     forwarded.head_calls = [HeadCall(call.head, call.place) for call in original.head_calls]
     if not all(each.is_unknown for each in asked):
-        forwarded.pull = None
+        forwarded.hidden_grad = None
     return AnewStep(step, [AnewMicroBatch(forwarded, asked)])
 
 
-def _recover(pull: torch.Tensor | None, output: torch.Tensor | None) -> HeadPull:
+def _recover(logit_grad: torch.Tensor | None, output: torch.Tensor | None) -> HeadGradient:
     """Recover the loss's coefficients from dL/dz and z of one call.
 
     dL/dz = c (onehot - p) has its largest entry at the label, where it is c (1 - p).
     """
-    if pull is None:
+    if logit_grad is None:
         return _UNKNOWN
-    if output is None or output.shape != pull.shape or pull.shape[-1] <= SMALL:
-        return HeadPull(None, None, pull)
-    rows, pulls = output.reshape(-1, output.shape[-1]), pull.reshape(-1, pull.shape[-1])
-    labels, coefficients, off = [], [], pulls.new_zeros((), dtype=torch.float32)
+    if output is None or output.shape != logit_grad.shape or logit_grad.shape[-1] <= SMALL:
+        return HeadGradient(None, None, logit_grad)
+    rows, whole = output.reshape(-1, output.shape[-1]), logit_grad.reshape(-1, logit_grad.shape[-1])
+    labels, coefficients, off = [], [], whole.new_zeros((), dtype=torch.float32)
     for part in chunks(len(rows), rows.shape[-1]):
-        logits, grads = rows[part].float(), pulls[part].float()
+        logits, grads = rows[part].float(), whole[part].float()
         label = grads.abs().argmax(-1)
         apart = -torch.expm1(logits.log_softmax(-1).gather(-1, label.unsqueeze(-1)).squeeze(-1))
         value = grads.gather(-1, label.unsqueeze(-1)).squeeze(-1)
@@ -145,16 +145,16 @@ def _recover(pull: torch.Tensor | None, output: torch.Tensor | None) -> HeadPull
         off = off + (logit_gradient(logits, label, parts) - grads).square().sum()
         labels.append(label)
         coefficients.append(parts)
-    if not float(off) <= (_UNLIKE * float(torch.linalg.vector_norm(pulls.float()))) ** 2:
-        return HeadPull(None, None, pull)
-    return HeadPull(torch.cat(labels), torch.cat(coefficients))
+    if not float(off) <= (_UNLIKE * float(torch.linalg.vector_norm(whole.float()))) ** 2:
+        return HeadGradient(None, None, logit_grad)
+    return HeadGradient(torch.cat(labels), torch.cat(coefficients))
 
 
-def _logit_pull(output: torch.Tensor, asked: HeadPull) -> torch.Tensor:
+def _logit_grad(output: torch.Tensor, asked: HeadGradient) -> torch.Tensor:
     """Return dL/dz at these logits."""
     if asked.labels is None or asked.parts is None:
-        assert asked.pull is not None
-        return asked.pull.to(output.dtype)
+        assert asked.logit_grad is not None
+        return asked.logit_grad.to(output.dtype)
     rows = output.detach().reshape(-1, output.shape[-1])
     out = torch.empty_like(rows)
     for part in chunks(len(rows), rows.shape[-1]):

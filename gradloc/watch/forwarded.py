@@ -61,7 +61,7 @@ class HeadCall:
     head: Any
     """A module with a ``weight``."""
     place: Place
-    pull: torch.Tensor | None = None
+    logit_grad: torch.Tensor | None = None
     """dL/dz; None where it was too large to keep."""
     output: torch.Tensor | None = None
     """z; None unless :attr:`.taps.ModelTap.keeps_logits` was set."""
@@ -119,7 +119,7 @@ class RecordedForward:
         """Whether such a backward left a gradient in the model's parameters."""
         self.recorded: Recorded | None = None
         """The record of the log-probs that the model returned and their derivatives; None where it returned none."""
-        self.pull: torch.Tensor | None = None
+        self.hidden_grad: torch.Tensor | None = None
         """dL/dh, of h's own shape, on the device or the host; None before the backward, and with log-probs."""
         self.norms: torch.Tensor | None = None
         """Norm of dL/dh at each position, float32 (B, T)."""
@@ -189,9 +189,9 @@ class RecordedForward:
     def drop_backward(self) -> None:
         """Forget what backwards left."""
         self.is_done = self.is_passed_by = False
-        self.pull = self.norms = self.coefficient = self.model_auxiliary = self.declared_auxiliary = None
+        self.hidden_grad = self.norms = self.coefficient = self.model_auxiliary = self.declared_auxiliary = None
         for call in self.head_calls:
-            call.pull = None
+            call.logit_grad = None
 
     def add(self, name: str, grad: torch.Tensor) -> None:
         """Add what a backward left to an attribute; another backward may have come through the same forward."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,7 +36,8 @@ from .rows import attention_mask, summaries
 from .step import LoopStep
 from .taps import ModelTap
 
-FORMS = ("outputs", "log_probs", "logits", "hidden")
+Form = Literal["outputs", "log_probs", "logits", "hidden"]
+"""What is read of a position, as the list above says."""
 _NUM_PROBED = 64  # positions that labels are recognised by
 _BETTER = 0.9  # of a residual's square: later labels have to fit better by this factor
 _NUM_TOLERANCES = 3.0  # residual of the whole step, over a position's tolerance, up to which its loss has the form
@@ -92,10 +93,10 @@ class TapMicroBatch:
         return slice(self.start, self.start + self.mask.shape[1])
 
     @property
-    def pull(self) -> torch.Tensor:
+    def hidden_grad(self) -> torch.Tensor:
         """dL/dh, of h's own shape; of a forward that returned no log-probs."""
-        assert self.forwarded.pull is not None
-        return self.forwarded.pull
+        assert self.forwarded.hidden_grad is not None
+        return self.forwarded.hidden_grad
 
     @property
     def norms(self) -> torch.Tensor:
@@ -106,9 +107,9 @@ class TapMicroBatch:
     def calls(self, device: torch.device) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
         """Yield the head, the numbers of the positions (N,), and dL/dz (N, W) of each call whose dL/dz is known."""
         for call in self.forwarded.head_calls:
-            if call.pull is not None:
+            if call.logit_grad is not None:
                 where = call.place.positions(device).reshape(-1)
-                yield call.head, where, call.pull.reshape(len(where), -1)
+                yield call.head, where, call.logit_grad.reshape(len(where), -1)
 
     def in_window(self, flat: torch.Tensor) -> torch.Tensor:
         """Return values of all positions as those of the window, (B, T')."""
@@ -125,7 +126,8 @@ class TapStep(LoopStep):
 
     def __init__(self, tap: ModelTap, ranks: Ranks):
         super().__init__(tap, ranks.size)
-        self.ranks, self.form = ranks, FORMS[1]
+        self.ranks = ranks
+        self.form: Form = "log_probs"
         self.first_row = 0
         """Number of this rank's first row among all ranks'; set once that is known."""
         self.weights_at: list[tuple[int, int]] | None = None
@@ -138,12 +140,12 @@ class TapStep(LoopStep):
     @property
     def has_log_probs(self) -> bool:
         """Whether the model returned the log-probs that the loss is made of, in all micro-batches."""
-        return self.form == FORMS[0]
+        return self.form == "outputs"
 
     def take(self, forwards: Sequence[RecordedForward]) -> None:
         """Make a micro-batch of each forward that had a backward."""
         has_log_probs = bool(forwards) and all(each.has_log_probs for each in forwards)
-        self.form = FORMS[0] if has_log_probs else FORMS[1]
+        self.form = "outputs" if has_log_probs else "log_probs"
         self.micro_batches = [
             self._with_log_probs(each) if has_log_probs else self._without_log_probs(each) for each in forwards
         ]
@@ -278,10 +280,11 @@ class TapStep(LoopStep):
         most = _NUM_TOLERANCES * fits(micro_batches[0].dtype)
         is_kept = unexplained != math.inf and not unexplained > most**2 * whole
         is_formed = is_labelled and not self.residual > most
-        pulls, others = (_largest([found.parts[:, part] for found in known]) for part in (slice(0, 2), slice(2, None)))
-        pulls, others = self.ranks.max([pulls, others])
-        is_of_log_probs = is_formed and not (is_kept and others > pulls)  # else a z-loss, say, is the loudest
-        self.form = FORMS[1] if is_of_log_probs else FORMS[2] if is_kept else FORMS[3]
+        # parts: log-prob and entropy first, then mean log-prob, log-sum-exp and the outputs of small heads
+        likely, others = (_largest([found.parts[:, part] for found in known]) for part in (slice(0, 2), slice(2, None)))
+        likely, others = self.ranks.max([likely, others])
+        is_of_log_probs = is_formed and not (is_kept and others > likely)  # else a z-loss, say, is the loudest
+        self.form = "log_probs" if is_of_log_probs else "logits" if is_kept else "hidden"
         for batch in micro_batches:
             self.ranks.run_local_synced(partial(self._record, batch))
 
@@ -295,31 +298,31 @@ class TapStep(LoopStep):
     def _fit(self, batch: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Fit its dL/dh, and find its labels."""
         rows, width = batch.forwarded.positions
-        h, pulls = (each.reshape(rows * width, -1) for each in (hidden, batch.pull.to(hidden.device)))
-        batch.dots = (h.float() * pulls.float()).sum(-1)
+        h, grads = (each.reshape(rows * width, -1) for each in (hidden, batch.hidden_grad.to(hidden.device)))
+        batch.dots = (h.float() * grads.float()).sum(-1)
         head, small = _split_heads(heads)
         further = torch.cat([each.weight for each in small]) if small else None
         tolerance = fits(batch.dtype)
         if head is None:
             if further is not None:
-                parts, residual = fit_small(pulls, further, tolerance)
+                parts, residual = fit_small(grads, further, tolerance)
                 nothing = _empty_fit(residual)
                 batch.fit = nothing._replace(parts=torch.cat([nothing.parts, parts], 1), residual=residual)
             return
         weight, bias = head.weight, getattr(head, "bias", None)
-        loudest = pulls.float().norm(dim=-1).nan_to_num().topk(min(_NUM_PROBED, len(pulls))).indices
+        loudest = grads.float().norm(dim=-1).nan_to_num().topk(min(_NUM_PROBED, len(grads))).indices
         least: float | None = None
         for labels, start in self._labels(batch):
             flat = labels.reshape(-1)
-            trial = fit(h[loudest], weight, bias, flat[loudest], pulls[loudest], tolerance, further=further)
+            trial = fit(h[loudest], weight, bias, flat[loudest], grads[loudest], tolerance, further=further)
             has_moved = trial.labels != flat[loudest]  # a token that fits is found wherever the given one does not
-            left = torch.where(has_moved, pulls[loudest].float().norm(dim=-1), trial.residual)
+            left = torch.where(has_moved, grads[loudest].float().norm(dim=-1), trial.residual)
             off = float(left.nan_to_num().square().sum())
             if least is None or off < _BETTER * least:
                 least, batch.labels, batch.start = off, labels, start
         assert batch.labels is not None
         neighbours = torch.stack([batch.labels.roll(by, 1).reshape(-1) for by in (1, -1)], -1)
-        batch.fit = fit(h, weight, bias, batch.labels.reshape(-1), pulls, tolerance, neighbours, further)
+        batch.fit = fit(h, weight, bias, batch.labels.reshape(-1), grads, tolerance, neighbours, further)
         batch.labels = batch.fit.labels.view(rows, width)
 
     def _labels(self, batch: TapMicroBatch) -> list[tuple[torch.Tensor, int]]:
@@ -346,9 +349,9 @@ class TapStep(LoopStep):
             count = len(call.head.weight)  # whole, inside of the forward
             if count > SMALL or batch.fit is None or batch.fit.parts.shape[1] < first + count:
                 continue
-            if call.pull is None:
+            if call.logit_grad is None:
                 where = call.place.positions(batch.fit.parts.device)
-                call.pull = batch.fit.parts[:, first : first + count][where]
+                call.logit_grad = batch.fit.parts[:, first : first + count][where]
             first += count
 
     def _record(self, batch: TapMicroBatch) -> None:
@@ -373,8 +376,8 @@ class TapStep(LoopStep):
             batch.sizes = norms / self.tap.unit
             if self.form == "logits":
                 batch.sizes = torch.zeros_like(norms)
-                for _, where, pull in batch.calls(norms.device):
-                    size = pull.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
+                for _, where, grad in batch.calls(norms.device):
+                    size = grad.float().abs().sum(-1) / 2  # |c| (1 - p) where the loss is a log-prob
                     batch.sizes.index_add_(0, where, size)
             recorded.log_prob_coefficient = batch.in_window(batch.sizes)
             dots = batch.dots if self.form == "hidden" else batch.dots + batch.biases
@@ -390,21 +393,23 @@ class TapStep(LoopStep):
     def _unexplained(batch: TapMicroBatch) -> float:
         """Return :attr:`TapMicroBatch.unexplained`: more than rounding where the loss also uses h without a head."""
         forwarded = batch.forwarded
-        if not forwarded.head_calls or any(call.pull is None for call in forwarded.head_calls):
+        if not forwarded.head_calls or any(call.logit_grad is None for call in forwarded.head_calls):
             return math.inf  # not a number is what a gradient that is not finite leaves
-        rest = batch.pull.to(batch.dots.device, torch.float32, copy=True).reshape(-1, batch.pull.shape[-1])
-        for head, where, pull in batch.calls(rest.device):
-            for part in chunks(len(pull), len(head.weight)):
-                rest.index_add_(0, where[part], mixed(pull[part].float(), head.weight), alpha=-1.0)
+        rest = batch.hidden_grad.to(batch.dots.device, torch.float32, copy=True).reshape(
+            -1, batch.hidden_grad.shape[-1]
+        )
+        for head, where, grad in batch.calls(rest.device):
+            for part in chunks(len(grad), len(head.weight)):
+                rest.index_add_(0, where[part], mixed(grad[part].float(), head.weight), alpha=-1.0)
         return float(rest.double().square().sum())
 
     def _biases(self, batch: TapMicroBatch) -> torch.Tensor:
         """Return <dL/dz, bias> of each position, flat: the constant by which <dL/dz, z> differs from <dL/dh, h>."""
         found = torch.zeros_like(batch.dots)
-        for head, where, pull in batch.calls(found.device):
+        for head, where, grad in batch.calls(found.device):
             bias = getattr(head, "bias", None)
             if bias is not None:
-                found.index_add_(0, where, pull.float() @ bias.detach().float())
+                found.index_add_(0, where, grad.float() @ bias.detach().float())
         return found
 
     def _read(
@@ -418,10 +423,10 @@ class TapStep(LoopStep):
         if self.form != "log_probs" and not (needs_entropy and head is not None):
             total = flat.new_zeros(rows * width, dtype=torch.float32)
             if self.form == "hidden":
-                total = (batch.pull.to(flat.device).reshape(rows * width, -1).float() * flat.float()).sum(-1)
+                total = (batch.hidden_grad.to(flat.device).reshape(rows * width, -1).float() * flat.float()).sum(-1)
             else:
-                for called, where, pull in batch.calls(flat.device):
-                    total.index_add_(0, where, _along(flat[where], called, pull))
+                for called, where, grad in batch.calls(flat.device):
+                    total.index_add_(0, where, _along(flat[where], called, grad))
             return Outputs(batch.in_window(total / batch.sizes.clamp(min=_TINY)))
         known = []
         labels = batch.labels.reshape(-1) if batch.labels is not None else flat.new_zeros(len(flat), dtype=torch.long)
@@ -448,19 +453,19 @@ class TapStep(LoopStep):
             keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=batch.norms.device)
             keep[:, batch.window] = selected
         assert graph.hidden is not None
-        roots, grads = [graph.hidden], [_select(keep, batch.pull.to(graph.hidden.device), unit)]
+        roots, grads = [graph.hidden], [_select(keep, batch.hidden_grad.to(graph.hidden.device), unit)]
         for output, call in zip(graph.heads, forwarded.head_calls, strict=True):
             if not output.requires_grad or self.form == "hidden":
                 continue
             positions = call.place.positions(output.device)
-            pull = self._head_pull(batch, output, positions) if call.pull is None else call.pull
-            if pull is not None:
+            grad = self._logit_grad(batch, output, positions) if call.logit_grad is None else call.logit_grad
+            if grad is not None:
                 roots.append(output)
-                grads.append(_select(None if keep is None else keep.view(-1)[positions], pull.to(output.dtype), unit))
+                grads.append(_select(None if keep is None else keep.view(-1)[positions], grad.to(output.dtype), unit))
         auxiliary = forwarded.auxiliary_coefficient
         graph.backward(roots, grads, None if auxiliary is None else auxiliary / unit)
 
-    def _head_pull(self, batch: TapMicroBatch, output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+    def _logit_grad(self, batch: TapMicroBatch, output: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Return dL/dz from the parts of the loss; None where it has not that form."""
         if self.form != "log_probs" or batch.labels is None or batch.fit is None:
             return None
@@ -558,21 +563,21 @@ def _split_heads(heads: Sequence[Any]) -> tuple[Any, list[Any]]:
     return max(large, key=lambda head: len(head.weight), default=None), [e for e in matrices if len(e.weight) <= SMALL]
 
 
-def _select(keep: torch.Tensor | None, pull: torch.Tensor, unit: float) -> torch.Tensor:
-    """Return the pulls (..., W) of the kept positions (...) over the unit, exactly 0 elsewhere."""
-    pull = pull if unit == 1.0 else pull / unit
-    shape = (*pull.shape[:-1], 1)
+def _select(keep: torch.Tensor | None, grad: torch.Tensor, unit: float) -> torch.Tensor:
+    """Return the gradient (..., W) of the kept positions (...) over the unit, exactly 0 elsewhere."""
+    grad = grad if unit == 1.0 else grad / unit
+    shape = (*grad.shape[:-1], 1)
     if keep is not None and keep.numel() != math.prod(shape):  # a row is one position
-        shape = (len(pull), *[1] * (pull.dim() - 1))
-    return only(None if keep is None else keep.view(shape), pull)
+        shape = (len(grad), *[1] * (grad.dim() - 1))
+    return only(None if keep is None else keep.view(shape), grad)
 
 
-def _along(flat: torch.Tensor, head: Any, pull: torch.Tensor) -> torch.Tensor:
+def _along(flat: torch.Tensor, head: Any, grad: torch.Tensor) -> torch.Tensor:
     """Return <dL/dz, z> of each position, float32 (N,)."""
     found = []
     for part in chunks(len(flat), len(head.weight)):
         logits = precise_linear(flat[part], head.weight, getattr(head, "bias", None))
-        found.append((logits * pull[part].float()).sum(-1))
+        found.append((logits * grad[part].float()).sum(-1))
     return torch.cat(found)
 
 

@@ -548,21 +548,21 @@ class ModelTap:
         self._note_backward(forwarded)
         if forwarded.has_log_probs:
             return
-        forwarded.add("pull", grad.to("cpu") if self._is_on_host(forwarded) else grad)
-        assert forwarded.pull is not None
-        pulls = grad if forwarded.norms is None else forwarded.pull
-        norms = torch.linalg.vector_norm(pulls.flatten(1) if forwarded.is_by_row else pulls, dim=-1)
+        forwarded.add("hidden_grad", grad.to("cpu") if self._is_on_host(forwarded) else grad)
+        assert forwarded.hidden_grad is not None
+        grads = grad if forwarded.norms is None else forwarded.hidden_grad
+        norms = torch.linalg.vector_norm(grads.flatten(1) if forwarded.is_by_row else grads, dim=-1)
         norms = norms if norms.shape == forwarded.positions else norms.view(forwarded.positions)
         forwarded.norms = norms.float().to(self.device)
         size = grad.numel() * grad.element_size()
         if self.moves_to_host and self._kept + size > self.keep_bytes:
-            forwarded.pull = host_copy(forwarded.pull)
+            forwarded.hidden_grad = host_copy(forwarded.hidden_grad)
         else:
             self._kept += size
 
     def _is_on_host(self, forwarded: RecordedForward) -> bool:
         """Return whether an earlier backward's dL/dh was moved to the host."""
-        return self.moves_to_host and forwarded.pull is not None and forwarded.pull.device.type == "cpu"
+        return self.moves_to_host and forwarded.hidden_grad is not None and forwarded.hidden_grad.device.type == "cpu"
 
     def _after_backward(self) -> None:
         self._is_queued = False
@@ -579,7 +579,7 @@ class ModelTap:
 
     def _keep_head_grad(self, call: HeadCall, grad: torch.Tensor) -> None:
         if not self.is_again:
-            call.pull = detached(grad) if call.pull is None else call.pull + detached(grad)
+            call.logit_grad = detached(grad) if call.logit_grad is None else call.logit_grad + detached(grad)
 
     def _pass_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the rest of a replayed forward gets in h's place, after reading or cutting h."""
