@@ -29,6 +29,7 @@ from .task import SearchResult, Span, Task, tokens_of, verify
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
 _ENOUGH = 0.75  # of the threshold: what is left below it needs no more culprits
+_MOST = 0.75  # of what is missing: norms are off by what is loud
 _UNLIKELY = 2.0  # times what micro-batches' norms say that they carry
 
 
@@ -94,7 +95,8 @@ class _AutoSearch:
         return False
 
     def _measure(self, number: int) -> ShareMap | None:
-        """Measure shares along R in the loudest micro-batch, then in those whose norms account for what is missing.
+        """Measure shares along R in the loudest micro-batch, in those that account for most of what is missing, in the
+        others that may hold a culprit.
 
         Returns:
             The shares; None if the search may not cost as much.
@@ -103,17 +105,21 @@ class _AutoSearch:
         order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
         part = order[: max(sizes.count(math.inf), 1)]  # where culprits were, there may be more
         shares = None
-        while part:
+        for coverage in (_MOST, math.inf, math.inf):
             shares = self._measure_of(part, shares)
             if shares is None:
                 return None
-            part = self._to_read(shares, [(index, sizes[index]) for index in order if index not in shares.seen])
+            unread = [(index, sizes[index]) for index in order if index not in shares.seen]
+            part = self._to_read(shares, unread, coverage)
+            if not part:
+                break
         if number == 0:
             self.result.shares = shares
         return shares
 
-    def _to_read(self, shares: ShareMap, unread: list[tuple[int, float]]) -> list[int]:
-        """Return the micro-batches to read next, of those that were not, loudest first, with their norms."""
+    def _to_read(self, shares: ShareMap, unread: list[tuple[int, float]], coverage: float) -> list[int]:
+        """Return which of the unread micro-batches to read next, given with their norms, loudest first: those that
+        account for this part of what is missing of R."""
         missing = abs(1 - shares.closure)  # over 1: something takes it back
         least = (_ENOUGH * self.task.reference) ** 2
         error = CERTAIN * shares.noise if self.is_precise else _ODD
@@ -123,7 +129,7 @@ class _AutoSearch:
         if not loud and missing < _UNLIKELY * shares.unseen:
             return []  # as much as ordinary micro-batches carry
         sums = itertools.accumulate(norm**2 for _, norm in loud)
-        count = 1 + sum(carried < missing * shares.square / 2 for carried in sums)  # norms are off by what is loud
+        count = 1 + sum(carried < coverage * missing * shares.square for carried in sums)
         return [index for index, _ in loud[:count] or unread]
 
     def _measure_of(self, micro_batches: list[int], known: ShareMap | None) -> ShareMap | None:

@@ -36,14 +36,14 @@ def measure_last(task: Task, result: SearchResult, verify: Callable[[Span], Span
     Where none is measured yet, the loudest takes none: its gradient is the spike less the others' and the residual.
     """
     culprits = sorted((culprit for culprit in result.culprits if not culprit.is_exact), key=lambda span: -span.norm)
-    is_whole = len(culprits) == len(result.culprits) and result.rest is not None
-    others = culprits[is_whole:]
+    rest = result.rest if len(culprits) == len(result.culprits) else None
+    others = culprits[rest is not None :]
     if not culprits or len(others) > 1 or not task.can_afford(backwards=len(others), is_certificate=True):
         return
     space, add = task.prober.space, task.prober.add
     found = {culprit: verify(culprit) for culprit in others}
-    if is_whole:
-        taken = [(result.rest, -1.0), *((space.keep(), -1.0) for _ in others)]
+    if rest is not None:
+        taken = [(rest, -1.0), *((space.keep(), -1.0) for _ in others)]
         space.clear()
         for gradient, alpha in ((task.gradient, 1 / task.scale), *taken):
             add(gradient, alpha)
