@@ -5,7 +5,7 @@ A healthy step costs one norm of all weights and a sample of their elements, a f
 communicated and nothing is read until the next step. From the samples before and after a step follows how far it moved
 each parameter, whatever the optimizer. From the norms follows whether something else changed the weights since.
 
-For each step, in order: :meth:`Updates.before_step`, the optimizer's own step, a hook of ours behind it
+For each step, in order: :meth:`Updates.note_weights`, the optimizer's own step, a hook of ours behind it
 (``_after_step``), and, once the host reads the device anyway, :meth:`Updates.learn`. The others answer at a spike.
 """
 
@@ -130,7 +130,7 @@ class Updates:
         self._is_present = False
         """Whether ``_present`` is of the step that comes next."""
         self._pending: OptimizerStep | None = None
-        """The last step, until :meth:`before_step` has noted the weights' norms once more."""
+        """The last step, until :meth:`note_weights` has noted the weights' norms once more."""
         self._open: list[tuple[OptimizerStep, list[torch.Tensor]]] = []
         """Steps and their scalars on the device, until :meth:`learn` gets them on the host."""
         self._optimizer: Any = None
@@ -210,7 +210,7 @@ class Updates:
             ]
 
     @torch.no_grad()
-    def before_step(self) -> None:
+    def note_weights(self) -> None:
         """Note the sample and the weights' norms before the next step is taken, for :meth:`learn`; reads nothing."""
         done, self._pending = self._pending, None
         if self._params:

@@ -208,7 +208,7 @@ class Localizer:
         self._step_seconds = time.perf_counter() - self._began
         self.norms.append(norm)
         self.head_squares.append(head_square(self._space) / self._clip_scale(norm) ** 2)
-        self.updates.before_step()
+        self.updates.note_weights()
         self.updates.number = policy.global_step if policy is not None else self.updates.number + 1
         spike = None
         if policy is not None:

@@ -38,7 +38,7 @@ def trained(make: Any, steps: int, undo: Any = None) -> tuple[nn.Module, Updates
         updates.follow(optimizer, space)
         optimizer.zero_grad()
         model(torch.randn(16, 8)).square().mean().backward()
-        updates.before_step()
+        updates.note_weights()
         updates.learn(torch.stack(updates.open) if updates.open else torch.zeros(0))
         before = [param.detach().clone() for param in model.parameters()]
         optimizer.step()
