@@ -130,8 +130,9 @@ class Removal:
     """The culprits in parts, quietest first, whose norms are wanted as well; none: one part."""
     least_norm: float = 0.0
     """A lower bound on the sum of the norms of the parts, which may cancel each other in the spike."""
-    on_part: Callable[[int], None] = lambda _: None
-    """Called with a part's number while its gradient alone is in ``.grad``, if *subtract* measures it."""
+    on_part: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
+    """Called with a part's number, its gradient's squared norms and inner products with :attr:`spike`, by parameter:
+    float64 (num_params,) both. Only where *subtract* measures the part."""
 
     def certify(self, goes_on: bool = False) -> Certificate:
         """Measure the step's gradient norm without the culprits.
@@ -172,11 +173,12 @@ class Removal:
 
     def _subtract(self, parts: Sequence[Sequence[Token]]) -> _Measurement | None:
         prober, space = self.prober, self.prober.space
-        others, sizes = None, []
+        others, own, products = None, [], []
         for number, part in enumerate(parts):
             prober.compute_only(part, micro_batches_with(part))
-            sizes.append(space.run_local_synced(space.own_squares))
-            self.on_part(number)
+            own.append(space.run_local_synced(space.own_squares))
+            if self.on_part is not None:
+                products.append(space.run_local_synced(lambda: space.own_dots(space.current(), self.spike)))
             if number < len(parts) - 1:
                 if others is not None:
                     prober.add(others)
@@ -185,14 +187,18 @@ class Removal:
         prober.compute_only(parts[-1], micro_batches_with(parts[-1]), factor=-_SECOND)
         space.scale(1.0 / _SECOND)
         prober.add(loudest)
-        sizes.append(space.run_local_synced(space.own_squares))
+        own.append(space.run_local_synced(space.own_squares))
         # Let g be the culprit's gradient, and n that of the loss that passes through no token. The first backward gave
         # g + n; the second, times 4/3, -g + 4/3 n; their sum is 7/3 n. Times 3/7 it is n, and n less the first is -g.
         space.scale(_SECOND / (1.0 + _SECOND))
         for gradient, alpha in ((loudest, -1.0), (others, -1.0), (self.spike, 1.0 / self.scale)):
             if gradient is not None:
                 prober.add(gradient, alpha)
-        *squares, _ = space.reduce_all(lambda: [*sizes, space.own_squares()])
+        *sums, _ = space.reduce_all(lambda: [*own, space.own_squares(), *products])
+        squares = sums[: len(parts) + 2]
+        if self.on_part is not None:
+            for number, dots in enumerate(sums[len(squares) :]):
+                self.on_part(number, squares[number], dots)
         *norms, difference, norm_after = (math.sqrt(float(each.sum())) for each in squares)
         norm = sum(norms)
         noise = CERTAIN * len(parts) ** 0.5 * difference + unit_of(prober) * norm  # other parts differ by no more

@@ -13,7 +13,7 @@ step instead of each backward, then of every second step, every fourth and so on
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -79,6 +79,8 @@ class SpikeNorms(NamedTuple):
     """Other scalars, read together with the norms."""
     along: torch.Tensor
     """Scalars of this process alone that were."""
+    more: list[torch.Tensor]
+    """Other sums that were, of the caller's."""
 
 
 class NormTracker:
@@ -173,6 +175,7 @@ class NormTracker:
         loss_scale: float = 1.0,
         summed: Sequence[torch.Tensor] = (),
         along: Sequence[torch.Tensor] = (),
+        more: Callable[[], Sequence[torch.Tensor]] = list,
     ) -> SpikeNorms:
         """Read all that is known of a spike's norms by one reduction. All ranks call this together.
 
@@ -182,6 +185,7 @@ class NormTracker:
             loss_scale: the factor on the loss in the backward, and so on the running norms.
             summed: further scalars, this process' parts.
             along: further scalars of this process alone.
+            more: computes further tensors, this process' parts.
         """
         has_running = self.is_on and bool(self._running)
         period, is_missing = ranks.max([float(self._period), float(not has_running)])
@@ -192,14 +196,17 @@ class NormTracker:
 
         def local() -> list[torch.Tensor]:
             squares, scalars = space.own_squares(), [*summed, *(each.sum() for each in running)]
-            parts = [squares, *([torch.stack(known)] if known else [])]
+            parts = [squares, *([torch.stack(known)] if known else []), *more()]
             return parts + [torch.stack([each.to(squares.device).double() for each in scalars])] if scalars else parts
 
         found = space.reduce_all(local, along)
         scalars = found[-2].tolist() if summed or running else []
         sizes = [size / loss_scale for size in increments_of(scalars[len(summed) :])]
-        history = found[1] if known else None
-        return SpikeNorms(found[0], sizes if running else None, history, scalars[: len(summed)], found[-1])
+        squares, *others, along_read = found
+        history = others.pop(0) if known else None
+        if summed or running:
+            others.pop()
+        return SpikeNorms(squares, sizes if running else None, history, scalars[: len(summed)], along_read, others)
 
 
 def increments_of(totals: Sequence[float]) -> list[float]:

@@ -21,21 +21,26 @@ _NUM_SIGMAS = 8.0  # standard deviations that a sum may be off by
 _KURTOSIS = 30.0  # mean fourth power over squared mean square, generous for weights
 
 
-@torch.no_grad()
 def fingerprint(space: GradientSpace) -> Fingerprint:
-    """Describe the trainable weights; all ranks call this together and get the same. One reduction.
+    """Describe the trainable weights; all ranks call this together and get the same. One reduction."""
+    return fingerprint_from(space, space.reduce(lambda: own_weight_sums(space)))
+
+
+@torch.no_grad()
+def own_weight_sums(space: GradientSpace) -> torch.Tensor:
+    """Return the number of weights, their sum and their sum of squares of this process' shards: (num_params, 3)."""
+    shards = [local_shard(param) for param in space.counted(space.params) if param is not None]
+    sums = totals_of(shards)
+    return torch.stack(
+        [sums.new_tensor([shard.numel() for shard in shards]), sums, squared_norms(shards, are_weights=True)], 1
+    )
+
+
+def fingerprint_from(space: GradientSpace, values: torch.Tensor) -> Fingerprint:
+    """Describe the trainable weights by :func:`own_weight_sums`, summed over all shards.
 
     With FSDP1's flat parameters the number of weights includes its padding.
     """
-    shards = [local_shard(param) for param in space.counted(space.params) if param is not None]
-
-    def local() -> torch.Tensor:
-        sums = totals_of(shards)
-        return torch.stack(
-            [sums.new_tensor([shard.numel() for shard in shards]), sums, squared_norms(shards, are_weights=True)], 1
-        )
-
-    values = space.reduce(local)
     names = [plain_name(name) for name in space.names]
     rows = values.tolist()
     by_name = {name: _entry(row) for name, row in zip(names, rows, strict=True)}

@@ -34,7 +34,7 @@ from ..record.columns import OF_A_TOKEN, exp
 from ..search.step_causes import NOTABLE_SHARE
 from ..search.task import SearchResult, Span
 from ..trigger import Spike
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint_from
 from .layers import kind_of, layer_history, layer_of, names_for_layers, norms_by
 
 _TERMS = ("policy", "kl", "entropy")
@@ -55,6 +55,8 @@ class SpikeContext:
     ranks: Ranks
     squares: torch.Tensor
     """The spike's squared norm per parameter, before clipping: float64 (num_params,)."""
+    weight_sums: torch.Tensor
+    """:func:`.fingerprint.own_weight_sums` over all shards: float64 (num_params, 3)."""
     history: torch.Tensor | None
     """Squared norms per parameter of earlier steps: float64 (steps, num_params); None when they were not tracked."""
     action: Action
@@ -129,7 +131,7 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
     gathered = ranks.gather_first(sums)
     culprits = tuple(ranks.broadcast_from(span.rank, own_culprits.get(number)) for number, span in enumerate(spans))
     sequences = [ranks.broadcast_from(row.rank, rows.get(row)) for row in wanted]
-    weights = fingerprint(space)
+    weights = fingerprint_from(space, context.weight_sums)
 
     def build(parts: list[_Sums]) -> RawEvent:
         head_norm = None if context.head_square < 0 else math.sqrt(context.head_square)

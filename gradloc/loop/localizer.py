@@ -48,6 +48,7 @@ from ..search.step_causes import diverged_params
 from ..search.task import SearchResult
 from ..trigger import Spike
 from .actions import Outcome, decide, decide_without_search
+from .fingerprint import own_weight_sums
 from .gather import RawEvent, SpikeContext, raw_event
 from .layers import head_square
 from .messages import Policy, RankReport
@@ -320,7 +321,8 @@ class Localizer:
         """Search, decide, act: what ``.grad`` holds afterwards is what the step takes."""
         step = HostStep(self._step, self._space.device, self.ranks.size)
         summed = [self.head_squares[-1] * self._space.num_replicas, *self._keeper.squares(self._space)]
-        norms = self._tracker.read(self._space, self.ranks, step.loss_scale, summed, self.updates.open)
+        given = self._space, self.ranks, step.loss_scale, summed, self.updates.open
+        norms = self._tracker.read(*given, lambda: [own_weight_sums(self._space)])
         self._learn_of_updates(norms.along)
         finding = self._search(policy, spike, step, limits, norms)
         action = self._decide(spike, finding)
@@ -407,6 +409,7 @@ class Localizer:
             space=self._space,
             ranks=self.ranks,
             squares=settled.norms.squares / self._clip_scale(spike.grad_norm) ** 2,
+            weight_sums=settled.norms.more[0],
             history=settled.norms.history,
             action=settled.action,
             clip_limit=self.trainer.clip_limit,

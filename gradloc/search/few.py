@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .candidates import FEW
-from .task import SearchResult, Span, Task, tokens_of, with_measured_norm
+from .task import SearchResult, Span, Task, tokens_of, with_measured_norm, with_norm
 
 
 def few_to_measure(task: Task, culprits: list[Span]) -> dict[str, Any]:
@@ -21,13 +23,13 @@ def few_to_measure(task: Task, culprits: list[Span]) -> dict[str, Any]:
     parts += [[span] for span in culprits if not span.is_exact]
     parts.sort(key=lambda part: max(span.norm for span in part))
 
-    def measure(number: int) -> None:
+    def take_norm(number: int, squares: torch.Tensor, dots: torch.Tensor) -> None:
         span = parts[number][0]
         if not span.is_exact:
-            culprits[culprits.index(span)] = with_measured_norm(task, span, task.culprit_norm)
+            culprits[culprits.index(span)] = with_norm(task, span, task.culprit_norm, squares, dots)
 
     least = math.fsum(span.norm for span in culprits)
-    return {"parts": [tokens_of(part) for part in parts], "least_norm": least, "on_part": measure}
+    return {"parts": [tokens_of(part) for part in parts], "least_norm": least, "on_part": take_norm}
 
 
 def measure_last(task: Task, result: SearchResult, verify: Callable[[Span], Span]) -> None:

@@ -217,6 +217,19 @@ def with_measured_norm(task: Task, span: Span, threshold: float) -> Span:
     """Return the span whose gradient is in ``.grad`` now, with its norm and share."""
     space = task.prober.space
     squares, dots, _ = space.reduce_all(lambda: [space.own_squares(), space.own_dots(space.current(), task.gradient)])
+    return with_norm(task, span, threshold, squares, dots)
+
+
+def with_norm(task: Task, span: Span, threshold: float, squares: torch.Tensor, dots: torch.Tensor) -> Span:
+    """Return the span with its norm and share.
+
+    Args:
+        task: the spike.
+        span: with a bound.
+        threshold: the norm from which it is a culprit.
+        squares: its gradient's squared norms by parameter, float64 (num_params,).
+        dots: its gradient's inner products with the spike's, of the same shape.
+    """
     dot, square = float(dots.sum()) / task.scale, task.spike.grad_norm**2
     share = dot / square if 0 < square < math.inf else None
     norm = sum(squares.tolist()) ** 0.5

@@ -11,6 +11,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.host_step import HostStep
 from gradloc.core.ranks import Ranks
 from gradloc.loop.batch import BatchView
+from gradloc.loop.fingerprint import own_weight_sums
 from gradloc.loop.gather import SpikeContext, raw_event
 from gradloc.loop.layers import head_square
 from gradloc.loop.writer import EventEnricher, complete_event
@@ -60,6 +61,7 @@ def context_of(
         space=space,
         ranks=ranks,
         squares=space.squares(),
+        weight_sums=space.reduce(lambda: own_weight_sums(space)),
         history=torch.stack(squares) if squares else None,
         action=Action("observe", "observe", ""),
         clip_limit=1.0,
