@@ -4,6 +4,7 @@
 On one process: DDP, FSDP2's precision, and shards that its offload_policy keeps on the host.
 """
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ def group(tmp_path):
     """This process is a group of its own."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
+    time.sleep(0.1)  # gloo's thread takes the GIL to let go of the last reduction; the group's end would wait for it
     dist.destroy_process_group()
 
 
