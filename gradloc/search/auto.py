@@ -28,7 +28,7 @@ from .step_causes import auxiliary_sizes, certify_nothing, doubt_backward, split
 from .task import SearchResult, Span, Task, tokens_of, verify
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
-_ENOUGH = 0.75  # of the threshold: less needs no backward to name more, and no second pass to be certain
+_ENOUGH = 0.75  # of the threshold: what is left below it needs no more culprits
 _MOST = 0.75  # of what is missing: norms are off by what is loud
 _UNLIKELY = 2.0  # times what micro-batches' norms say that they carry
 
@@ -162,7 +162,7 @@ class _AutoSearch:
         is_along = self.direction is self.task.gradient
         for candidate in candidates:
             is_proved = shares.is_exact and candidate.norm >= candidate.threshold
-            most = self.task.reference * (0.5 if is_proved else _ENOUGH)  # a proof costs no backward
+            most = self.task.reference / (2 if is_proved else 1)  # a proof costs no backward
             is_needed = abs(left) + error >= most**2
             is_spike = (candidate.norm if is_proved else candidate.threshold) >= self.task.reference  # by itself
             if not is_needed and not is_spike:
