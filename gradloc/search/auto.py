@@ -28,7 +28,7 @@ from .step_causes import auxiliary_sizes, certify_nothing, doubt_backward, split
 from .task import SearchResult, Span, Task, tokens_of, verify
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
-_ENOUGH = 0.75  # of the threshold: what is left below it needs no more culprits
+_ENOUGH = 0.75  # of the threshold: a smaller unread part needs no reading
 _MOST = 0.75  # of what is missing: norms are off by what is loud
 _UNLIKELY = 2.0  # times what micro-batches' norms say that they carry
 

@@ -109,6 +109,7 @@ def _connects(rank, folder, broken, kind):
     ranks_module._PATIENCE_S = 3.0
     if kind == "unknown":
         os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface" if rank == broken else ""
+        ranks_module._connected = None  # no process tries, so none is left waiting in a thread
     elif rank == broken:
         ranks_module._connected = lambda patience: time.sleep(3600)
     distributed_c10d._get_object_coll_device = lambda group: "cuda" if group is None else "cpu"
