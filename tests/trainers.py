@@ -49,7 +49,7 @@ NONE: tuple[str, ...] = ()
 
 
 def not_on(trainer: str, reason: str, *cases: str) -> pytest.MarkDecorator:
-    """Skip a test on this trainer: cases whose id contains one of these, or all."""
+    """Skip a test on this trainer: the cases with one of these parameters, or all."""
     return pytest.mark.not_on(trainer, reason, *cases)
 
 
@@ -70,24 +70,30 @@ def mark(items: list[pytest.Item]) -> None:
     unused: dict[str, set[str]] = {}
     for item in items:
         case = item.callspec.id if hasattr(item, "callspec") else ""
-        for trainer, reason, *cases in (each.args for each in item.iter_markers("not_on")):
-            if trainer == TRAINER and (not cases or any(each in case for each in cases)):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        excepted = [each.args for each in item.iter_markers("not_on")]
         found = item.get_closest_marker("default_on")
-        defaults = None if found is None else found.kwargs.get(TRAINER, EVERY)
-        if found is not None:
-            known = unused.setdefault(
-                item.nodeid.partition("[")[0], {c for each in found.kwargs.values() for c in each or ()}
-            )
-            known -= {each for each in known if _is_case(case, each)}
-        if defaults is not EVERY and not any(_is_case(case, each) for each in defaults):
+        beginnings = {} if found is None else found.kwargs
+        named = {each for cases in beginnings.values() for each in cases or ()}
+        named |= {each for _, _, *cases in excepted for each in cases}
+        left = unused.setdefault(item.nodeid.partition("[")[0], named)
+        left -= {each for each in named if _has(case, each)}
+        for trainer, reason, *cases in excepted:
+            if trainer == TRAINER and (not cases or any(_has(case, each) for each in cases)):
+                item.add_marker(pytest.mark.skip(reason=reason))
+        defaults = beginnings.get(TRAINER, EVERY)
+        if defaults is not EVERY and not any(_begins(case, each) for each in defaults):
             item.add_marker(pytest.mark.slow)
     if items and not any("::" in argument for argument in items[0].config.args):
         for name, cases in unused.items():
             if cases:
-                raise pytest.UsageError(f"{name} has no case that begins with {sorted(cases)}")
+                raise pytest.UsageError(f"{name} has no case of {sorted(cases)}")
 
 
-def _is_case(case: str, beginning: str) -> bool:
-    """Return whether these are the first of a case's parameters."""
-    return f"{case}-".startswith(f"{beginning}-")
+def _begins(case: str, name: str) -> bool:
+    """Return whether this is a case's first parameter, or several from the first on."""
+    return f"{case}-".startswith(f"{name}-")
+
+
+def _has(case: str, name: str) -> bool:
+    """Return whether this is one of a case's parameters, or several in a row."""
+    return f"-{name}-" in f"-{case}-"

@@ -73,9 +73,9 @@ LAYOUTS = {
 
 
 @default_on(verl07=("FSDP2, weights kept", "FSDP1, bf16"), verl09=("FSDP2, entropy and KL",))
-@not_on(TRL, "a setting of FSDP's", "weights kept")
-@not_on(TRL, "TRL's FSDP2 is in test_ranks.py", "FSDP1")
-@not_on(TRL, "KL is verl's k2", "entropy and KL")
+@not_on(TRL, "a setting of FSDP's", "FSDP2, weights kept", "FSDP1, weights kept")
+@not_on(TRL, "TRL's FSDP2 is in test_ranks.py", "FSDP1", "FSDP1, bf16")
+@not_on(TRL, "KL is verl's k2", "FSDP2, entropy and KL")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir, layout):
     found, other = world.run("identities.share_identities", overrides=layout, dump_dir=dump_dir)

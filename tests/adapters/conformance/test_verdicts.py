@@ -87,7 +87,7 @@ RERUN = ("token", "transient")
 )
 @not_on(VERL09, "verl 0.9's batches have no padding", "padding")
 @not_on(TRL, "TRL gives padding no log-prob, and nothing flows back through it", "padding")
-@not_on(TRL, "these add to logits, which TRL never has: routers are in test_step.py", "experts")
+@not_on(TRL, "these add to logits, which TRL never has: routers are in test_step.py", "experts", "experts and a token")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in RERUN)) for kind in CAUSES])
 def test_a_spike_has_the_cause_of_its_kind(world, dump_dir, kind):
     check(world, dump_dir, kind)

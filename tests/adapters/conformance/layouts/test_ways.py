@@ -72,6 +72,7 @@ def cases(*names):
     VERL09,
     "verl 0.9.1 itself fails: FSDP2 shards an untied head apart, and the kernel takes its weight",
     "fused, FSDP2",
+    "fused, FSDP2, bf16",
 )
 @pytest.mark.parametrize("name", cases(*WAYS))
 def test_the_planted_culprits_are_the_oracles_and_the_whole_gradient_is_the_tokens(ranks, dump_dir, name):
