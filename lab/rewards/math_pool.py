@@ -1,51 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Math-Verify in a few long-lived processes of its own, every item under a time limit.
+"""Run Math-Verify in a few long-lived processes, every item under a time limit.
 
-Math-Verify parses and simplifies what a language model wrote, and ``9^{9^{9^9}}`` keeps it busy for ever. Its own time
-limit is an alarm signal, which Python delivers to the main thread only, while verl scores in threads, asyncio
-executors, Ray actors and daemonic processes. So the work is done elsewhere: whoever scores talks over a pipe to a
-worker process and kills it when its time is up. The item then fails, and no other does.
+Math-Verify parses and simplifies what a language model wrote, and ``9^{9^{9^9}}`` keeps it busy for ever. Its own limit
+is an alarm, which Python delivers to a main thread only, while verl scores in threads, asyncio executors, Ray actors
+and daemonic processes. So a scorer sends each item to a worker over a pipe, and kills the worker when the time is up.
 
-The workers are plain child processes running math_worker.py, not ``multiprocessing`` ones: daemonic processes
-may not have those, and those import the caller's main module, which in verl means torch and seconds. Math-Verify is
-imported in the workers only.
+A worker is this file run as ``python -I math_pool.py FD``, a plain child process: daemonic ones may not have
+``multiprocessing``'s, which also import the caller's main module, in verl torch. Messages are JSON: the first names the
+import path, each later one an item; each gets one reply, with a ``score`` or an ``error``.
 
 Environment:
-    VERL_MATH_VERIFY_TIMEOUT_S: seconds that one item may take, 10 unless set. The time spent waiting for a free worker
-        does not count.
-    VERL_MATH_VERIFY_WORKERS: worker processes for each process that scores, 4 unless set; about 60 MB each, started
-        when first needed.
+    VERL_MATH_VERIFY_TIMEOUT_S: seconds that one item may take (10), without the time spent waiting for a free worker.
+    VERL_MATH_VERIFY_WORKERS: workers of each process that scores (4): 60 MB each, started when first needed.
 """
 
 import atexit
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing.connection import Pipe
-from pathlib import Path
+from multiprocessing.connection import Connection, Pipe
 from queue import LifoQueue
-
-__all__ = ["INSTALL_COMMAND", "Pool", "ScoringError", "ScoringTimeout", "close", "counts", "score"]
 
 logger = logging.getLogger(__file__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 # The second pin keeps the antlr runtime that Hydra 1.3 needs. Math-Verify's extra for it is ignored by pip 23.2.
 INSTALL_COMMAND = "pip install math-verify==0.9.0 antlr4-python3-runtime==4.9.3"
-
-WORKER_FILE = Path(__file__).resolve().with_name("math_worker.py")
-# What Math-Verify itself grants in a main thread: 5 s to parse an answer and 5 s for a comparison. Usual answers take
-# milliseconds, hard integrals about one second.
-DEFAULT_TIMEOUT_S = 10.0
-# One or two hanging answers leave workers over for the rest.
-DEFAULT_NUM_WORKERS = 4
-# A start is the import of sympy: 0.3 s, but much more from a cold network file system.
+TIMEOUT_S = 10.0
+"""What Math-Verify itself grants in a main thread. Usual answers take milliseconds, hard integrals about a second."""
+NUM_WORKERS = 4
 START_LIMIT_S = 120.0
+"""A start is the import of sympy: 0.3 s, but much more from a cold network file system."""
+ORPHAN_GRACE_S = 1.0
+"""A worker whose parent was killed ends itself this long after its item's limit."""
+MEMORY_BYTES = 4 * 2**30
+"""Power towers eat half a gigabyte in five seconds. Beyond this limit sympy gets a MemoryError, and the host lives."""
 
 
 class ScoringError(Exception):
@@ -57,23 +52,20 @@ class ScoringTimeout(ScoringError):
 
 
 class Worker:
-    """One process that scores one item at a time; the constructor returns when it is ready.
+    """A process that scores one item at a time; the constructor returns when it is ready.
 
     Raises:
         ImportError: with the command that installs Math-Verify, if the worker cannot load it.
-        RuntimeError: if the process ends, or says nothing for ``START_LIMIT_S``, before it is ready.
+        RuntimeError: if the process ends, or sends nothing for ``START_LIMIT_S``, before it is ready.
     """
 
     def __init__(self):
         self._connection, theirs = Pipe()
         with theirs:
             # -I keeps this folder off the worker's path, where math_verify.py would hide the package of that name.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(WORKER_FILE), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            command = [sys.executable, "-I", os.path.abspath(__file__), str(theirs.fileno())]
+            silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **silent)
         try:
             reply = self.ask({"sys_path": sys.path}, START_LIMIT_S)
         except ScoringError as error:
@@ -86,7 +78,7 @@ class Worker:
             )
 
     def ask(self, request: dict, limit_s: float) -> dict:
-        """Returns the worker's reply to one request.
+        """Return the worker's reply to one request.
 
         Raises:
             ScoringTimeout: if there is none within ``limit_s`` seconds; the worker is killed.
@@ -101,7 +93,7 @@ class Worker:
             self.kill()
             raise ScoringError(f"the worker died, exit code {self._process.returncode}") from error
         except BaseException:
-            # Also when a KeyboardInterrupt cut the wait: the reply would be taken for the next item's.
+            # A KeyboardInterrupt, too, may cut the wait: the reply would be taken for the next item's.
             self.kill()
             raise
 
@@ -111,10 +103,6 @@ class Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-
-    def close(self) -> None:
-        """Closes this process's end of the pipe: a worker that no other process holds ends by itself."""
-        self._connection.close()
 
 
 class Pool:
@@ -128,7 +116,7 @@ class Pool:
     """
 
     def __init__(self, num_workers: int):
-        self.counts: Counter = Counter(scored=0, timeouts=0, errors=0)
+        self.counts = Counter(scored=0, timeouts=0, errors=0)
         self.workers: list[Worker | None] = [None] * num_workers
         self._lock = threading.Lock()  # guards counts
         self._free: LifoQueue[int] = LifoQueue()  # the place that was used last comes first
@@ -136,42 +124,39 @@ class Pool:
             self._free.put(place)
 
     def score(self, gold: str, answer: str, limit_s: float) -> float:
-        """Returns 1.0 if the last answer in ``answer`` equals the one in ``gold``, else 0.0.
+        """Return 1.0 if the last answer in ``answer`` equals the one in ``gold``, else 0.0.
 
         Args:
             gold: a text whose answer Math-Verify can find, such as ``\\boxed{1/2}``.
             answer: what the model wrote.
-            limit_s: seconds the worker may take, from when it begins.
+            limit_s: seconds that the worker may take, from when it begins.
 
         Raises:
             ScoringTimeout: if it takes longer.
             ScoringError: if the worker dies of the item, or Math-Verify raises.
             ImportError, RuntimeError: if no worker can be started, see ``Worker``.
         """
+        place = self._free.get()
         try:
-            place = self._free.get()
-            try:
-                worker = self.workers[place]
-                if worker is None or not worker.is_alive():  # killed from outside while it was idle: no item's fault
-                    worker = self.workers[place] = Worker()
-                reply = worker.ask({"gold": gold, "answer": answer, "limit_s": limit_s}, limit_s)
-            finally:
-                self._free.put(place)
+            worker = self.workers[place]
+            if worker is None or not worker.is_alive():  # killed from outside while it was idle: no item's fault
+                worker = self.workers[place] = Worker()
+            reply = worker.ask({"gold": gold, "answer": answer, "limit_s": limit_s}, limit_s)
             if "error" in reply:
                 raise ScoringError(reply["error"])
         except ScoringError as error:
-            self._count_failure(error, answer)
+            self._count("timeouts" if isinstance(error, ScoringTimeout) else "errors", error, answer)
             raise
-        with self._lock:
-            self.counts["scored"] += 1
+        finally:
+            self._free.put(place)
+        self._count("scored")
         return float(reply["score"])
 
-    def _count_failure(self, error: ScoringError, answer: str) -> None:
-        kind = "timeouts" if isinstance(error, ScoringTimeout) else "errors"
+    def _count(self, kind: str, error: Exception | None = None, answer: str = "") -> None:
         with self._lock:
             self.counts[kind] += 1
             count, total = self.counts[kind], sum(self.counts.values())
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: a bad data set must not flood the log
+        if error and count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: a bad data set must not flood the log
             text = "math_verify: %s (%s so far: %d of %d items); the answer ends in %r"
             logger.warning(text, error, kind, count, total, answer[-100:])
 
@@ -181,9 +166,9 @@ _pool_lock = threading.Lock()
 
 
 def score(gold: str, answer: str, limit_s: float | None = None) -> float:
-    """``Pool.score`` with this process's pool; ``limit_s=None`` is the environment's limit."""
+    """Call ``Pool.score`` with this process's pool; by default under the environment's limit."""
     if limit_s is None:
-        limit_s = _positive("VERL_MATH_VERIFY_TIMEOUT_S", float, DEFAULT_TIMEOUT_S)
+        limit_s = _positive("VERL_MATH_VERIFY_TIMEOUT_S", float, TIMEOUT_S)
     return _shared_pool().score(gold, answer, limit_s)
 
 
@@ -193,27 +178,24 @@ def counts() -> dict[str, int]:
 
 
 def close() -> None:
-    """Ends this process's workers. The next item starts new ones, with new counts."""
+    """End this process's workers. The next item starts new ones, with new counts."""
     global _pool
     with _pool_lock:
         pool, _pool = _pool, None
-    if pool is not None:
-        for worker in filter(None, pool.workers):
-            worker.kill()  # items that are under way fail
+    for worker in filter(None, pool.workers if pool else ()):
+        worker.kill()  # items that are under way fail
 
 
 def _shared_pool() -> Pool:
     global _pool
     with _pool_lock:
         if _pool is None:
-            _pool = Pool(_positive("VERL_MATH_VERIFY_WORKERS", int, DEFAULT_NUM_WORKERS))
+            _pool = Pool(_positive("VERL_MATH_VERIFY_WORKERS", int, NUM_WORKERS))
         return _pool
 
 
 def _positive(variable: str, convert: Callable, default: float):
-    text = os.getenv(variable)
-    if text is None:
-        return default
+    text = os.getenv(variable, str(default))
     try:
         value = convert(text)
     except ValueError:
@@ -224,14 +206,75 @@ def _positive(variable: str, convert: Callable, default: float):
 
 
 def _start_afresh_after_fork() -> None:
-    # The workers answer to the parent. Holding on to their pipes would also keep them up after the parent's death.
+    """Forget the workers, which answer to the parent; the child's ends of their pipes close with the objects."""
     global _pool, _pool_lock
-    _pool_lock = threading.Lock()
-    if _pool is not None:
-        for worker in filter(None, _pool.workers):
-            worker.close()
-        _pool = None
+    _pool, _pool_lock = None, threading.Lock()
 
 
-atexit.register(close)
-os.register_at_fork(after_in_child=_start_afresh_after_fork)
+# ---- in a worker
+
+
+def serve(connection: Connection) -> None:
+    """Compare answers until the parent closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    # The default action of the alarm ends the process even inside one long call into C.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    compare, request = None, json.loads(connection.recv_bytes())
+    sys.path[:] = request["sys_path"]
+    while True:
+        try:
+            if compare is None:
+                compare, reply = _load_math_verify(), {}
+            else:
+                reply = {"score": compare(request["gold"], request["answer"])}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.send_bytes(json.dumps(reply).encode())
+        request = json.loads(connection.recv_bytes())
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + ORPHAN_GRACE_S)
+
+
+def _load_math_verify() -> Callable[[str, str], float]:
+    """Import Math-Verify and return its ``math_metric`` without the alarms, tried on one item."""
+    import resource
+
+    from math_verify import parse, verify
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
+    if sys.platform == "linux":  # elsewhere the limit may be missing or refused
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        least = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (least, least))
+
+    def compare(gold: str, answer: str) -> float:
+        golds = parse(gold, (LatexExtractionConfig(),), parsing_timeout=None)
+        if not golds:
+            raise ValueError("no answer could be read from the ground truth")
+        answers = parse(answer, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None)
+        # Each list holds an expression and the text it came from, and only like is compared with like. Texts first:
+        # they cannot hang, and two equal power towers need no arithmetic.
+        for is_text in (True, False):
+            ours, theirs = ([x for x in side if isinstance(x, str) == is_text] for side in (golds, answers))
+            if verify(ours, theirs, 6, timeout_seconds=None):
+                return 1.0
+        return 0.0
+
+    # Loads the grammar outside any item's time. And Math-Verify swallows what goes wrong in a parse: without this look
+    # a broken installation would score 0 for every answer.
+    if compare(r"\boxed{\frac{1}{2}}", "$0.5$") != 1.0:
+        raise ImportError("it does not find 1/2 equal to 0.5, so the installation is broken")
+    return compare
+
+
+if __name__ == "__main__":
+    with Connection(int(sys.argv[1])) as pipe:
+        try:
+            serve(pipe)
+        except (EOFError, ConnectionError):
+            pass
+else:
+    atexit.register(close)
+    os.register_at_fork(after_in_child=_start_afresh_after_fork)

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from gradloc.search.find import localize
 from gradloc.search.task import SearchResult
 from gradloc.trigger import Spike
 from lab.benchmarks.counter import PACKAGE, DeviceCounter
-from lab.benchmarks.gpu.memory import peak_memory, wait
 from lab.benchmarks.run import REPO
 from tests.toy_model import Batch, Decoder, ModelSize, Place, ToyStep, log_prob_of, shard
 from tests.toy_model.model import SIZES, Block, _attend
@@ -115,7 +115,7 @@ class Bench:
 
     def spiked(self, plant: str) -> tuple[ToyStep, Spike, dict[Place, float]]:
         """Train a step with this spike; its gradient is in ``.grad``."""
-        planted = _planted(plant, self.step, self.batch, self.healthy, self.space, self.ranks)
+        planted = _planted(self, plant)
         batch = self.batch.planted(planted)
         step = ToyStep(self.model, batch, _NUM_MICRO_BATCHES, self.precision)
         self.space.clear()
@@ -126,19 +126,21 @@ class Bench:
     def search(self, step: ToyStep, spike: Spike, plan: SearchPlan = PLANS[0]) -> tuple[SearchResult, dict[str, Any]]:
         """Localize with a plan; return the result, the seconds, and the peak of memory and its forecast in GiB."""
         room = SearchMemory(self.space, self.optimizer, self.peak.size, step.forward_bytes())
-        with peak_memory(self.device) as peak:
-            room.make(plan)
-            try:
-                strategy = "auto" if plan.is_full else "bisect"
-                finding, seconds = _timed(
-                    self.device,
-                    lambda: localize(step, self.space, self.ranks, spike, 1.0, strategy=strategy, max_steps=20),
-                )
-            finally:
-                room.close()
+        is_card, strategy = self.device.type == "cuda", "auto" if plan.is_full else "bisect"
+        if is_card:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        room.make(plan)
+        try:
+            given = {"strategy": strategy, "max_steps": 20}
+            work = partial(localize, step, self.space, self.ranks, spike, 1.0, **given)
+            finding, seconds = _timed(self.device, work)
+        finally:
+            room.close()
         figures = {"seconds": seconds, "peak_gib": None, "forecast_gib": None}
-        if self.device.type == "cuda":
-            figures |= {"peak_gib": peak.extra_mib / 2**10, "forecast_gib": max(room.need.peak_bytes(plan), 0) / 2**30}
+        if is_card:
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            figures |= {"peak_gib": peak / 2**30, "forecast_gib": max(room.need.peak_bytes(plan), 0) / 2**30}
         return finding, figures
 
     def named(self, step: ToyStep, finding: SearchResult) -> set[Place]:
@@ -293,22 +295,19 @@ def _norm_of(bench: Bench, step: ToyStep, selected: Callable[[int], torch.Tensor
     return norm
 
 
-def _planted(plant: str, step: ToyStep, batch: Batch, healthy: float, space: GradientSpace, ranks: Ranks) -> dict:
+def _planted(bench: Bench, plant: str) -> dict[Place, float]:
     """Return places spread over the rows, with the advantage that gives each its norm; the same on every rank.
 
     A token that the random model is sure of has no gradient, so the row's next token is used.
     """
-    sizes, rows = PLANTS[plant], len(batch.labels)
     found: dict[Place, float] = {}
-    for number, size in enumerate(sizes):
-        row, position, norm = (5 * number + 1) % rows, 7 + 3 * number, 0.0
-        while norm < 1e-6 * healthy:
-            space.clear()
-            for index in range(step.num_micro_batches):
-                step.loss(index, _mask({(row, position)}, step, index)).backward()
-            norm, place, position = space.norm(), (row, position), position + 1
-        found[place] = float(batch.advantages[place]) * size * healthy / norm
-    space.clear()
+    for number, size in enumerate(PLANTS[plant]):
+        row, position, norm = (5 * number + 1) % len(bench.batch.labels), 7 + 3 * number, 0.0
+        while norm < 1e-6 * bench.healthy:
+            place = (row, position)
+            norm = _norm_of(bench, bench.step, partial(_mask, {place}, bench.step))
+            position += 1
+        found[place] = float(bench.batch.advantages[place]) * size * bench.healthy / norm
     return found
 
 
@@ -398,8 +397,12 @@ def _varlen(is_deterministic: bool) -> Callable:
 
 
 def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
-    wait(device)
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
     started = time.perf_counter()
     answer = work()
-    wait(device)
+    wait()
     return answer, time.perf_counter() - started
