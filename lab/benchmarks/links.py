@@ -257,11 +257,18 @@ class Run:
     def backward(self, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Compute the gradient of these micro-batches into ``.grad``."""
         self.optimizer.zero_grad()
-        for ids, weights in batches:
-            given = self.model(ids[:, :-1])
-            logits = given if isinstance(given, torch.Tensor) else given.logits
-            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            (losses.view_as(weights) * weights).mean().div(self.plan.micro_batches).backward()
+        for number, (ids, weights) in enumerate(batches):
+            losses = self.losses_of(self.model(ids[:, :-1]), ids, weights, number == self.plan.micro_batches - 1)
+            losses.mean().div(self.plan.micro_batches).backward()
+
+    def losses_of(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
+        """Return the token losses (B, T) of a micro-batch, given the model's output. A subclass may."""
+        return losses_of(given, ids) * weights
+
+    def norm(self) -> float:
+        """Return the gradient's norm, computed in float64."""
+        squares = [each.grad.double().square().sum() for each in self.model.parameters() if each.grad is not None]
+        return float(torch.stack(squares).sum().sqrt())
 
     def before_clip(self) -> None:
         """Look at the step's gradient. A subclass may."""
@@ -284,6 +291,13 @@ class Run:
             self.optimizer.step()
         self.step += 1
         return float(norm)
+
+
+def losses_of(given: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy (B, T) of ids (B, T + 1) under a model's output: logits, or an object with them."""
+    logits = given if isinstance(given, torch.Tensor) else given.logits
+    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids), -1)
 
 
 def _model(plan: Plan) -> nn.Module:
@@ -463,7 +477,7 @@ def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:
         for state in states:
             run.model.load_state_dict(state)
             run.backward(batch)
-            norms[-1].append(float(nn.utils.get_total_norm([each.grad for each in run.model.parameters()])))
+            norms[-1].append(run.norm())
     return norms
 
 

@@ -12,12 +12,13 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lab.benchmarks.links import FAULTS, HEALTHY, Plan, Run
+from lab.benchmarks.links import FAULTS, HEALTHY, Plan, Run, losses_of
 
 AFTER = 6
 """Steps of a run from the first faulty one on."""
@@ -91,25 +92,22 @@ class Kind(Run):
     def spoil(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Change tokens (B, T + 1) or weights (B, T) of the faulty micro-batch in place."""
 
-    def losses_of(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
-        """Return the token losses (B, T) of a micro-batch."""
-        losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        return losses.view_as(weights) * weights
-
     def backward(self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.optimizer.zero_grad()
         self.losses, self.weights = [], []
-        for number, (ids, weights) in enumerate(batches):
-            given = self.model(ids[:, :-1])
-            logits = given if isinstance(given, torch.Tensor) else given.logits
-            losses = self.losses_of(logits, ids, weights, number == self.plan.micro_batches - 1)
-            losses.mean().div(self.plan.micro_batches).backward()
-            self.losses.append(losses.detach())
-            self.weights.append(weights)
+        super().backward(batches)
+
+    def losses_of(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
+        losses = self.spoiled_losses(given, ids, weights, is_last and self.is_spoiled)
+        self.losses.append(losses.detach())
+        self.weights.append(weights)
+        return losses
+
+    def spoiled_losses(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_faulty: bool) -> torch.Tensor:
+        """Return the token losses (B, T) of a micro-batch, which ``is_faulty`` in the last one of the spike's step."""
+        return losses_of(given, ids) * weights
 
     def before_clip(self) -> None:
-        squares = [each.grad.double().square().sum() for each in self.model.parameters() if each.grad is not None]
-        self.norms.append(float(torch.stack(squares).sum().sqrt()))
+        self.norms.append(self.norm())
         for observer in self.observers:
             observer(self, self.norms[-1])
 
@@ -141,20 +139,17 @@ class Batch(Kind):
 
     num_rows = 0
 
-    def spoil(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        pass
-
-    def losses_of(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
-        return super().losses_of(logits, ids, weights, is_last) * (40.0 if self.is_spoiled else 1.0)
+    def spoiled_losses(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_faulty: bool) -> torch.Tensor:
+        return losses_of(given, ids) * weights * (40.0 if self.is_spoiled else 1.0)
 
 
 class Ratio(Kind):
     """One row is off-policy, and nothing clips its importance ratio."""
 
-    def losses_of(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
-        log_probs = -F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weights)
+    def spoiled_losses(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_faulty: bool) -> torch.Tensor:
+        log_probs = -losses_of(given, ids)
         old = log_probs.detach().clone()
-        if self.is_spoiled and is_last:
+        if is_faulty:
             old[0] -= 6.0
         return -(log_probs - old).exp() * weights
 
@@ -164,13 +159,11 @@ class NotFinite(Kind):
 
     position = 7
 
-    def losses_of(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
-        losses = super().losses_of(logits, ids, weights, is_last)
-        if self.is_spoiled and is_last:
-            factor = torch.ones_like(losses)
+    def spoiled_losses(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_faulty: bool) -> torch.Tensor:
+        factor = torch.ones_like(weights)
+        if is_faulty:
             factor[0, self.position] = torch.inf
-            losses = losses * factor
-        return losses
+        return losses_of(given, ids) * weights * factor
 
 
 class Link(Kind):
@@ -181,15 +174,15 @@ class Link(Kind):
 
     def __init__(self, plan: Plan, is_faulty: bool, folder: str = "", **given: object):
         super().__init__(plan, is_faulty, folder, **given)
-        self.plant(self.fault_name if is_faulty else "", False)
+        self.plant(self.fault_name, False)
+        self.parameter = self.fault.parameter
+        if not is_faulty:
+            self.plant("", False)
 
     @property
     def truth(self) -> Truth:
         link = FAULTS[self.fault_name]
-        self.plant(self.fault_name, False)
-        parameter = self.fault.parameter
-        self.plant(self.fault_name if self.is_faulty else "", False)
-        return Truth(frozenset({link, "weights"} if link == "last_update" else {link}), parameter=parameter)
+        return Truth(frozenset({link, "weights"} if link == "last_update" else {link}), parameter=self.parameter)
 
 
 class Router(Kind):
@@ -207,9 +200,9 @@ class Router(Kind):
     def truth(self) -> Truth:
         return Truth(frozenset({"batch"}), parameter="blocks.0.up.router.weight")
 
-    def losses_of(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
+    def spoiled_losses(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_faulty: bool) -> torch.Tensor:
         balance = sum(experts.imbalance for experts in self.experts)
-        return super().losses_of(logits, ids, weights, is_last) + balance * (100.0 if self.is_spoiled else 1e-3)
+        return losses_of(given, ids) * weights + balance * (100.0 if self.is_spoiled else 1e-3)
 
 
 class Experts(nn.Module):
@@ -246,15 +239,13 @@ class Stale(Kind):
         numbers = itertools.product(range(self.plan.micro_batches), range(self.plan.rows))
         return Truth(frozenset({"batch"}), frozenset(numbers), is_everywhere=True)
 
-    def losses_of(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
-        losses = super().losses_of(logits, ids, weights, is_last)
+    def spoiled_losses(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_faulty: bool) -> torch.Tensor:
+        losses = losses_of(given, ids)
         if not self.is_spoiled:
-            return losses
+            return losses * weights
         with torch.no_grad():
-            given = torch.func.functional_call(self.model, self.first, (ids[:, :-1],))
-        old = given if isinstance(given, torch.Tensor) else given.logits
-        old_losses = F.cross_entropy(old.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weights)
-        return -(old_losses - losses / weights).exp() * weights
+            old = losses_of(torch.func.functional_call(self.model, self.first, (ids[:, :-1],)), ids)
+        return -(old - losses).exp() * weights
 
 
 def _link(name: str) -> type[Link]:

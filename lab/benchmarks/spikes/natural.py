@@ -12,12 +12,12 @@ import copy
 import statistics
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from lab.benchmarks.links import HEALTHY, Plan
+from lab.benchmarks.links import HEALTHY, Plan, losses_of
 from lab.benchmarks.spikes.collection import TIMES, Kind, Row, Truth
 
 STEPS = 160
@@ -43,8 +43,7 @@ class Natural(Kind):
     def norm_of(self, batch: Batch) -> float:
         """Return the gradient's norm of a batch at the present weights."""
         self.backward(iter(batch))
-        squares = [each.grad.double().square().sum() for each in self.model.parameters() if each.grad is not None]
-        return float(torch.stack(squares).sum().sqrt())
+        return self.norm()
 
 
 class HighRate(Natural):
@@ -106,22 +105,16 @@ class Lagging(Natural):
         self.past = [*self.past, copy.deepcopy(self.model.state_dict())][-_LAG - 1 :]
         for ids, weights in super().batches():
             with torch.no_grad():
-                given = torch.func.functional_call(self.model, self.past[0], (ids[:, :-1],))
-            advantages = weights * torch.randn(len(ids), 1, generator=self.rng)
-            yield ids, torch.stack([advantages, _log_probs(given, ids)])
+                old = -losses_of(torch.func.functional_call(self.model, self.past[0], (ids[:, :-1],)), ids)
+            yield ids, torch.stack([weights * torch.randn(len(ids), 1, generator=self.rng), old])
 
     def backward(self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().backward(batches)
         self.weights = [both[0] for both in self.weights]
 
-    def losses_of(self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, is_last: bool) -> torch.Tensor:
+    def spoiled_losses(self, given: Any, ids: torch.Tensor, weights: torch.Tensor, is_faulty: bool) -> torch.Tensor:
         advantages, old = weights
-        return -(_log_probs(logits, ids) - old).exp() * advantages
-
-
-def _log_probs(given: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    logits = given if isinstance(given, torch.Tensor) else given.logits
-    return -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        return -(-losses_of(given, ids) - old).exp() * advantages
 
 
 NATURAL: dict[str, type[Natural]] = {
