@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 import gradloc
 from lab.output import write_json
@@ -47,59 +48,12 @@ SIZES = {
     "eos_token_id": 2,
     "use_cache": False,
 }
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 24}
-GROUPED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4, "state_size": 4}
-GATED = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        "llama qwen2 qwen3 mistral phi phi3 gemma olmo olmo2 olmo3 gpt_neox arcee apertus seed_oss".split(), {}
-    ),
-    **dict.fromkeys("gpt_neox_japanese hunyuan_v1_dense bitnet diffllama doge jetmoe vaultgemma flex_olmo".split(), {}),
-    **dict.fromkeys(
-        "persimmon nemotron stablelm starcoder2 glm glm4 ernie4_5 granite helium exaone4 smollm3".split(), {}
-    ),
-    **dict.fromkeys("modernbert-decoder lfm2 biogpt".split(), {}),
-    **dict.fromkeys("gpt2 gpt_bigcode openai-gpt".split(), GPT),
-    **dict.fromkeys("gptj codegen".split(), {**GPT, "rotary_dim": 4}),
-    **dict.fromkeys("bert roberta".split(), {"is_decoder": True}),
-    **dict.fromkeys("qwen3_moe olmoe".split(), EXPERTS),
-    **dict.fromkeys("mixtral phimoe minimax".split(), {"num_local_experts": 4}),
-    **dict.fromkeys("gemma3_text cohere2".split(), SLIDING),
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 8},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
-    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
-    "ctrl": {**GPT, "dff": 48},
-    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
-    "electra": {"is_decoder": True, "embedding_size": 32},
-    "cohere": {"logit_scale": 0.06},
-    "gemma2": {**SLIDING, "final_logit_softcapping": 30.0},
-    "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
-    "qwen2_moe": SHARED_EXPERT,
-    "qwen3_next": {**SHARED_EXPERT, **GATED, "layer_types": ["linear_attention", "full_attention"]},
-    "deepseek_v2": {**GROUPED, **LATENT, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-    "glm4_moe": {**GROUPED, "first_k_dense_replace": 1},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
-    "mamba": {"state_size": 4, "time_step_rank": 4},
-    "falcon_mamba": {"state_size": 4, "time_step_rank": 4},
-    "mamba2": MAMBA2,
-    "rwkv": {"attention_hidden_size": 32, "context_length": 64},
-    "bamba": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 4,
-        "mamba_n_groups": 1,
-        "attn_layer_indices": [1],
-    },
+    family: group.get("settings", {})
+    for group in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    for family in group["families"].split()
 }
+"""transformers' models -> what makes each tiny, in addition to :data:`SIZES`."""
 
 
 class Run(NamedTuple):
