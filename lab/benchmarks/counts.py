@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.actor import is_engine
-from lab.benchmarks.run import Record, digest, finish, parser
+from lab.benchmarks.run import Record, about, finish, parser
 from lab.experiments import environment, verl09
 from lab.output import table
 from patchkit.build import bases, ensure_base
@@ -78,7 +78,7 @@ def measure(worlds: dict[str, World], scratch: Path) -> Record:
         for kind, plant in (("healthy", None), ("spiking", PLANT)):
             counted = worlds[name].run("lab.benchmarks.actor.count", name=name, seed=3, plant=plant)
             updates[f"{kind}, {name}"] = counted[0]
-    return {"core_sha256": digest(), "verl": "0.9" if is_engine() else "0.7", "updates": updates}
+    return {"verl": "0.9" if is_engine() else "0.7", "updates": updates}
 
 
 def broken(run: Record) -> list[str]:
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = options.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch, worlds(parsed.tree) as variants:
         run = measure(variants, Path(scratch))
-    finish(run, parsed.out, f"counts-{run['verl']}", markdown(run))
+    finish({**about("counts", arguments), **run}, parsed.out, f"counts-{run['verl']}", markdown(run))
     over = broken(run)
     for sentence in over:
         print(f"over its limit: {sentence}", file=sys.stderr)

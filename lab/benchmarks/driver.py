@@ -13,7 +13,7 @@ import torch
 
 from gradloc.health.monitor import _zero_variance
 from gradloc.loop.batch import BatchView, RowFacts, batch_scale
-from lab.benchmarks.run import MACHINE, Record, as_typed, digest, parser, write
+from lab.benchmarks.run import Record, about, parser, write
 
 ROLLOUTS = 16
 
@@ -52,8 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     record = measure(given.rows, given.longest)
     print({name: round(value, 3) for name, value in record.items()})
-    about = {"command": as_typed("driver", arguments), "core_sha256": digest(), "machine": MACHINE}
-    write({**about, "rows": given.rows, "longest": given.longest, **record}, given.out, "driver")
+    write({**about("driver", arguments), "rows": given.rows, "longest": given.longest, **record}, given.out, "driver")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@
     python -m lab.benchmarks.engine_links             # three fresh seeds of each; in verl 0.9's environment
 
 verl's own worker and trainer around a model of 60k parameters (tests/adapters/verl09/harness.py), FSDP2, one process.
-Each seed trains once; every fault continues from there, with weights, moments and gradloc's state restored.
 """
 
-import copy
 import itertools
 import os
 import random
@@ -21,49 +19,10 @@ from unittest import mock
 import torch
 
 from lab.benchmarks.links import FAULTS, STRENGTHS, Plant, judged, matrix, sentence
-from lab.benchmarks.run import Record, as_typed, digest, finish, parser
+from lab.benchmarks.run import Record, about, finish, parser
 
 HEALTHY = 24
 _AFTER = 3
-
-
-class Snapshot:
-    """A snapshot of a run: local weights, the optimizer's and gradloc's state."""
-
-    def __init__(self, made: Any):
-        self.made, self.localizer = made, made.engine._watch.localizer
-        self.shards = [_local(param.detach()) for param in made.engine.module.parameters()]
-        self.weights = [shard.clone() for shard in self.shards]
-        self.moments = copy.deepcopy([dict(state) for state in made.engine.optimizer.state.values()])
-        self.groups = copy.deepcopy([_settings(group) for group in made.engine.optimizer.param_groups])
-        self.step, self.drivers = made.trainer.global_steps, [driver.state() for driver in made.trainer.gradloc.drivers]
-        self.movements, keeper = copy.deepcopy(self.localizer.updates.movements), self.localizer._keeper
-        self.reference = keeper.reference, copy.copy(keeper._norms), copy.copy(keeper._measured)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for shard, saved in zip(self.shards, self.weights, strict=True):
-            shard.copy_(saved)
-        for state, saved in zip(self.made.engine.optimizer.state.values(), self.moments, strict=True):
-            state.update(copy.deepcopy(saved))
-        for group, settings in zip(self.made.engine.optimizer.param_groups, self.groups, strict=True):
-            group.update(copy.deepcopy(settings))
-        for driver, state in zip(self.made.trainer.gradloc.drivers, self.drivers, strict=True):
-            driver.load_state(copy.deepcopy(state))
-        updates, keeper = self.localizer.updates, self.localizer._keeper
-        updates._is_present = False
-        updates._note()
-        updates.movements, updates._pending, updates._open = copy.deepcopy(self.movements), None, []
-        keeper.reference, keeper._norms, keeper._measured = map(copy.copy, self.reference)
-        self.made.trainer.global_steps = self.step
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 BATCH: dict[str, tuple[Any, float]] = {"token": ((5, 3), 1e4), "row": (5, 1e3), "batch": (slice(None), 1e3)}
@@ -110,34 +69,39 @@ def update_with(made: Any, fault: Plant, step: int, batch: Any) -> None:
 
 def measure(seed: int, folder: str) -> list[Record]:
     """Return the judged first event of each kind of fault; called inside a rank."""
-    from tests.adapters.verl09.harness import ACTOR, make_batch, make_trainer, save_model
-    from tests.world.events import read_events
+    from tests.adapters.verl09.harness import save_model
 
     torch.set_num_threads(1)
     save_model(f"{folder}/model")
-    overrides = ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={folder}/events", f"{ACTOR}.optim.weight_decay=0.01"]
-    made, kept, rows = make_trainer(overrides, f"{folder}/model"), None, []
+    rows = []
     for fault, is_gradual in itertools.product(FAULTS, (False, True)):
         for attempt in range(len(STRENGTHS)):
-            planted = plant(made, fault, is_gradual, seed, attempt)
-            shutil.rmtree(f"{folder}/events", ignore_errors=True)
-            if kept is not None:
-                kept.put_back()
-            for step in range(0 if kept is None else HEALTHY - 1, HEALTHY + planted.steps + _AFTER):
-                if kept is None and step == HEALTHY - 1:
-                    kept = Snapshot(made)
-                update_with(made, planted, step - HEALTHY, make_batch(seed=7 * seed + step % 7))
-                has_events = step >= HEALTHY and Path(folder, "events", "events.jsonl").exists()
-                events = read_events(Path(folder, "events")) if has_events else []
-                own = [event for event in events if event["step"]["global_step"] > HEALTHY]
-                if own:
-                    break
-            if own:
+            planted, events = trained(f"{folder}/model", f"{folder}/events", fault, is_gradual, seed, attempt)
+            if events:
                 break
         row = {"model": "verl 0.9", "seed": seed, "fault": fault, "gradual": is_gradual, "strength": planted.strength}
-        rows.append(row | judged(planted, own, HEALTHY))
+        rows.append(row | judged(planted, events, HEALTHY))
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
+
+
+def trained(model: str, dump_dir: str, *fault: Any) -> tuple[Plant, list[Record]]:
+    """Train with a fault, see :func:`plant`, until it makes an event; return the fault and its events."""
+    from tests.adapters.verl09.harness import ACTOR, make_batch, make_trainer
+    from tests.world.events import read_events
+
+    shutil.rmtree(dump_dir, ignore_errors=True)
+    made = make_trainer(
+        ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"{ACTOR}.optim.weight_decay=0.01"], model
+    )
+    planted, seed = plant(made, *fault), fault[2]
+    for step in range(HEALTHY + planted.steps + _AFTER):
+        update_with(made, planted, step - HEALTHY, make_batch(seed=7 * seed + step % 7))
+        if step >= HEALTHY and Path(dump_dir, "events.jsonl").exists():
+            own = [event for event in read_events(Path(dump_dir)) if event["step"]["global_step"] > HEALTHY]
+            if own:
+                return planted, own
+    return planted, []
 
 
 def main() -> int:
@@ -154,8 +118,7 @@ def main() -> int:
     for seed in seeds:
         with World(1, timeout_s=7200) as world, tempfile.TemporaryDirectory() as folder:
             rows += world.run("lab.benchmarks.engine_links.measure", seed=seed, folder=folder)[0]
-    record = {"command": as_typed("engine_links"), "sources": digest(), "rows": rows}
-    finish(record, args.out, "engine_links", f"{matrix(rows)}\n\n{sentence(rows)}")
+    finish({**about("engine_links"), "rows": rows}, args.out, "engine_links", f"{matrix(rows)}\n\n{sentence(rows)}")
     return 0
 
 

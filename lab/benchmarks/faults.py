@@ -35,10 +35,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from gradloc.core import ranks
 from lab.benchmarks.actor import is_engine
-from lab.benchmarks.run import Progress, Record, digest, parser, write
+from lab.benchmarks.run import Record, digest, parser, write
 from lab.output import table
 from tests.core.card import Card
 from tests.toy_model.faults import memory_is
@@ -452,12 +453,11 @@ def main(arguments: list[str] | None = None) -> int:
             keys = {each: f"{trainer} | {_paused(each, parsed.pause).key}" for each in wanted}
             _begin_anew(record, trainer, core)
             todo = [each for each in wanted if keys[each] not in record["outcomes"]]
-            progress = Progress(len(todo))
-            for fault in todo:
+            for fault in tqdm(todo, trainer):
                 if outcome := trial.outcome(fault):
                     record["outcomes"][keys[fault]] = outcome
                     write(record, parsed.out, "faults")
-                progress.step(f"{trainer}, {fault.key}: {outcome or 'it did not come there'}")
+                tqdm.write(f"{fault.key}: {outcome or 'it did not come there'}", sys.stderr)
             trial.close()
     print(markdown(record))
     return int(any("BAD" in outcome for outcome in record["outcomes"].values()))

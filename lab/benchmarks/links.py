@@ -35,9 +35,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 import gradloc
-from lab.benchmarks.run import Progress, Record, as_typed, digest, finish, parser
+from lab.benchmarks.run import Record, about, finish, parser
 from lab.output import table
 
 MODELS = ("gpt", "llama")
@@ -536,24 +537,21 @@ def main() -> int:
     rows: list[Record] = []
     if args.healthy:
         count = max(args.healthy // 500, 1)
-        cells: Iterable[Any] = [(models[i % len(models)], fresh.randrange(2**30), 500) for i in range(count)]
+        cells: list[Any] = [(models[i % len(models)], fresh.randrange(2**30), 500) for i in range(count)]
         work: Any = _warned
     else:
         seeds = args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)]
         kinds = list(itertools.product(args.fault or FAULTS, (False, True)))
         cells = [(model, seed, kinds) for model, seed in itertools.product(models, seeds)]
         work = _measured
-    progress = Progress(len(list(cells)))
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for found in pool.imap_unordered(work, cells):
+        for found in tqdm(pool.imap_unordered(work, cells), total=len(cells)):
             rows += found
-            progress.step(" ".join(str(found[0][name]) for name in ("model", "seed")))
     if args.healthy:
         text = warned(rows)
     else:
         text = f"{matrix(rows)}\n\n{sentence(rows)}"
-    record = {"command": as_typed("links"), "sources": digest(), "rows": rows}
-    finish(record, args.out, "links", text)
+    finish({**about("links"), "rows": rows}, args.out, "links", text)
     return 0
 
 

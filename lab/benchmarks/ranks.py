@@ -28,7 +28,7 @@ import gradloc
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.watch.watch import Watch
-from lab.benchmarks.run import MACHINE, Record, as_typed, digest, finish, parser
+from lab.benchmarks.run import Record, about, finish, parser
 from lab.output import table
 from tests.toy_model.model import build
 from tests.world import World
@@ -227,8 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
             found[str(size)] = world.run("lab.benchmarks.ranks.play", size=size, folder=f"{folder}/{size}")[0]
     with World(4, preloaded=()) as world:
         sockets = world.run("lab.benchmarks.ranks.num_sockets")
-    about = {"command": as_typed("ranks", arguments), "core_sha256": digest(), "machine": MACHINE}
-    record = {**about, "ranks": found, "sockets_of_four": sockets}
+    record = {**about("ranks", arguments), "ranks": found, "sockets_of_four": sockets}
     finish(record, parsed.out, "ranks", markdown(record))
     return int(any(each["host_s"] > LIMIT_S for name, each in found.get("512", {}).items()))
 

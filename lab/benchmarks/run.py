@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,11 @@ def as_typed(name: str, arguments: list[str] | None = None) -> str:
     return shlex.join(["python", "-m", f"lab.benchmarks.{name}", *given])
 
 
+def about(name: str, arguments: list[str] | None = None) -> Record:
+    """Return what every record says of its origin: the command, the code, the machine."""
+    return {"command": as_typed(name, arguments), "core_sha256": digest(), "machine": MACHINE}
+
+
 def write(record: Record, out: Path, name: str) -> None:
     """Write ``name.json`` in the folder ``out``, which is made if need be."""
     out.mkdir(parents=True, exist_ok=True)
@@ -61,26 +65,3 @@ def finish(record: Record, out: Path, name: str, text: str) -> None:
     write(record, out, name)
     (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-
-
-class Progress:
-    """Show a bar that counts to ``total`` on stderr, or plain lines where stderr is not a terminal."""
-
-    def __init__(self, total: int):
-        self.total = total
-        self._done = 0
-        self._started = time.perf_counter()
-
-    def step(self, what: str) -> None:
-        """Count one more as done; ``what`` describes it."""
-        self._done += 1
-        seconds = time.perf_counter() - self._started
-        left = seconds / self._done * (self.total - self._done)
-        filled = round(24 * self._done / self.total)
-        bar = f"[{'#' * filled}{'.' * (24 - filled)}] {self._done}/{self.total}"
-        line = f"{bar} {seconds:.0f} s, about {left:.0f} s left: {what}"
-        if sys.stderr.isatty():
-            end = "\n" if self._done == self.total else ""
-            print(f"\r\x1b[2K{line}", end=end, file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)

@@ -11,7 +11,9 @@ without noise. Writes unrepeatable.json and unrepeatable.md.
 
 import itertools
 
-from lab.benchmarks.run import Progress, Record, digest, finish, parser
+from tqdm import tqdm
+
+from lab.benchmarks.run import Record, about, finish, parser
 from lab.output import table
 from tests.world import World
 
@@ -36,10 +38,9 @@ def measure(seeds: int) -> list[Record]:
     """Return a row for each cell and seed: the cell and its ``tests.toy_model.scenarios.certify_unrepeatable``."""
     values = itertools.product(LAYOUTS, DTYPES, SHARES, SIZES, range(seeds))
     cells = [dict(zip(KEYS, cell, strict=True)) for cell in values]
-    progress, rows = Progress(len(cells)), []
+    rows = []
     with World(2) as world:
-        for cell in cells:
-            progress.step(" ".join(map(str, cell.values())))
+        for cell in tqdm(cells):
             first, other = world.run("tests.toy_model.scenarios.certify_unrepeatable", **cell)
             assert first == other, "every rank finds the same"
             rows.append({**cell, **first, "planted_size": cell["size"]})
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--seeds", type=int, default=3, help="batches and noises per cell (%(default)s)")
     parsed = options.parse_args(arguments)
     rows = measure(parsed.seeds)
-    finish({"core_sha256": digest(), "rows": rows}, parsed.out, "unrepeatable", markdown(rows))
+    finish({**about("unrepeatable", arguments), "rows": rows}, parsed.out, "unrepeatable", markdown(rows))
     wrong = [f"{row}: {'; '.join(problems(row))}" for row in rows if problems(row)]
     if wrong:
         raise SystemExit("\n".join(wrong))

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
-from lab.benchmarks.run import REPO, Progress, Record, as_typed, digest, finish, parser
+from lab.benchmarks.run import REPO, Record, about, finish, parser
 from lab.output import table
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -349,13 +350,12 @@ def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str
     from tests.world import World
 
     alone = [seed for seed in seeds if plan_of(seed, precision).ranks == 1]
-    progress, rows = Progress(len(seeds)), []
+    rows = []
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        for row in pool.imap_unordered(_alone, [(seed, precision, search or {}) for seed in alone]):
-            rows.append(row)
-            progress.step(row["plant"])
+        given = [(seed, precision, search or {}) for seed in alone]
+        rows += tqdm(pool.imap_unordered(_alone, given), "one rank", len(alone))
     with World(2, preloaded=()) as ranks:
-        for seed in (seed for seed in seeds if seed not in set(alone)):
+        for seed in tqdm([seed for seed in seeds if seed not in set(alone)], "two ranks"):
             given = {"seed": seed, "precision": precision, "search": search}
             first, other = ranks.run("lab.benchmarks.worlds.tried", timeout_s=_PATIENCE_S, **given)
             row = dict(first)
@@ -364,7 +364,6 @@ def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str
             ]:
                 row["problems"] = [*row["problems"], "the ranks do not agree"]
             rows.append(row)
-            progress.step(row["plant"])
     return rows
 
 
@@ -400,8 +399,7 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.again:
         seeds = [each["seed"] for each in known]
     rows = measure(seeds, parsed.precision)
-    run = {"command": as_typed("worlds", arguments), "core_sha256": digest(), "rows": rows}
-    finish(run, parsed.out, "worlds", markdown(rows))
+    finish({**about("worlds", arguments), "rows": rows}, parsed.out, "worlds", markdown(rows))
     failed = [row for row in rows if row["problems"]]
     for row in failed:
         print({name: row[name] for name in ("seed", "precision", "plant", "count", "problems")}, file=sys.stderr)

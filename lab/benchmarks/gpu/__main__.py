@@ -30,7 +30,7 @@ import torch.distributed as dist
 from gradloc.core.memory_plans import PLANS
 from lab.benchmarks.gpu import cells, forecast
 from lab.benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
-from lab.benchmarks.run import as_typed, digest, parser, write
+from lab.benchmarks.run import about, parser, write
 from lab.output import table
 
 PARTS = ("first", "room", "mask", "syncs", "two", "cells")
@@ -91,9 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = _join(parsed.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    command = as_typed("gpu", arguments)
-    run: dict[str, Any] = {"command": command, "core_sha256": digest(), "device": name, "versions": versions}
-    run["cells"] = []
+    run: dict[str, Any] = {**about("gpu", arguments), "device": name, "versions": versions, "cells": []}
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     for part in parsed.parts:
         for name, measure in cells_of(part, parsed, device):

@@ -15,7 +15,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from lab.benchmarks.run import Progress, as_typed, digest, finish, parser, write
+from tqdm import tqdm
+
+from lab.benchmarks.run import about, finish, parser, write
 from lab.benchmarks.spikes.collection import KINDS, models_of
 from lab.benchmarks.spikes.natural import NATURAL
 from lab.benchmarks.spikes.scoring import measured, picture, report
@@ -50,13 +52,11 @@ def main() -> int:
         for model in models_of(kind)
         for seed in (args.seed or _fresh_seeds(args.seeds * (1 + (kind in NATURAL))))[done[kind, model] :]
     ]
-    record = {"command": as_typed("spikes"), "sources": digest(), "versions": versions, "settings": settings}
-    progress = Progress(max(len(cells), 1))
+    record = {**about("spikes"), "versions": versions, "settings": settings}
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for found in pool.imap_unordered(measured, cells):
+        for found in tqdm(pool.imap_unordered(measured, cells), total=len(cells)):
             rows.append(found)
             write({**record, "rows": rows}, args.out, "spikes")
-            progress.step(f"{found['kind']} {found['model']} {found['seed']}")
     order = [*KINDS, *NATURAL]
     rows.sort(key=lambda row: (order.index(row["kind"]), row["model"], row["seed"]))
     finish({**record, "rows": rows}, args.out, "spikes", report(rows))

@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from lab.benchmarks.run import REPO, Progress, as_typed, digest, finish, parser
+from lab.benchmarks.run import REPO, about, finish, parser
 from lab.benchmarks.trigger import series
 from lab.benchmarks.trigger.rules import RULES, Rule
 from lab.benchmarks.trigger.series import Maker
@@ -38,39 +39,33 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--seeds", type=int, default=100, help="generated series of each kind (default: %(default)s)")
     options.add_argument("--series", type=Path, default=REPO / "docs" / "series", help="folder of real series")
     parsed = options.parse_args(arguments)
-    run = measure(parsed.seeds, sorted(parsed.series.glob("*.json")), as_typed("trigger", arguments))
-    finish(run, parsed.out, "trigger", markdown(run))
+    run = measure(parsed.seeds, sorted(parsed.series.glob("*.json")))
+    finish({**about("trigger", arguments), **run}, parsed.out, "trigger", markdown(run))
     return 0
 
 
-def measure(num_seeds: int, files: list[Path], command: str) -> dict[str, Any]:
+def measure(num_seeds: int, files: list[Path]) -> dict[str, Any]:
     """Run every rule on every series and return the record.
 
     Args:
         num_seeds: number of generated series of each kind, with seeds 0, 1, ...
         files: real series.
-        command: for the record.
     """
     seeds, started = range(num_seeds), time.perf_counter()
     collapses = [(growth, size) for growth in GROWTHS for size in MINI_BATCHES]
-    progress = Progress(len(series.HEALTHY) + len(collapses))
     run: dict[str, Any] = {
-        "command": command,
-        "core_sha256": digest(),
         "seeds": list(seeds),
         "rules": list(RULES),
         "real": [_real(path) for path in files],
         "healthy": [],
         "collapses": [],
     }
-    for number, (kind, series_of) in enumerate(series.HEALTHY.items()):
+    for number, (kind, series_of) in enumerate(tqdm(series.HEALTHY.items(), "kinds")):
         scores = {name: score_kind(series_of, number, make, seeds) for name, make in RULES.items()}
         run["healthy"].append({"name": kind, "rules": scores})
-        progress.step(kind)
-    for number, (growth, size) in enumerate(collapses):
+    for number, (growth, size) in enumerate(tqdm(collapses, "collapses")):
         scores = {name: score_collapse(growth, size, number, make, seeds) for name, make in RULES.items()}
         run["collapses"].append({"growth": growth, "mini_batches": size, "after": series.NUM_AFTER, "rules": scores})
-        progress.step(f"collapse x {growth:g}, {size} mini-batches")
     run["seconds"] = round(time.perf_counter() - started, 1)
     return run
 
@@ -156,6 +151,7 @@ def score_real(norms: Sequence[float], make: Callable[[], Rule]) -> dict[str, in
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
+    values = values or [np.nan]  # few seeds may plant nothing
     return {"median": float(np.median(values)), "mean": float(np.mean(values)), "worst": float(np.max(values))}
 
 
