@@ -30,9 +30,9 @@ STEPS, SPIKE, PLACE = 7, 6, (2, 4)
 """Optimizer steps, the one that spikes, and the planted token's row and position in it."""
 WORTH = 3000.0
 RATES = (1.0, 100.0, 300.0, 1e3, 1e4)
-"""Times the learning rate, from which the smallest is taken that makes a spike."""
+"""Factors of the learning rate; the smallest that makes a spike is taken."""
 LOUD = 5.0
-"""A spike is a norm of so many times the largest before."""
+"""Least norm of a spike, in multiples of the largest before."""
 
 SIZES = {
     "vocab_size": VOCABULARY,

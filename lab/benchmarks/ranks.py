@@ -45,7 +45,7 @@ _PER_VALUE = 8  # bytes of a number
 
 
 class PlayedRanks(Ranks):
-    """Ranks of which the second process plays all but the first. Counts what the first one sends and gets."""
+    """Ranks that two processes play, the second one all but the first; counts what the first sends and receives."""
 
     num_played = 2
 

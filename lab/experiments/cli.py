@@ -12,44 +12,12 @@ from lab.experiments import catalog, environment, launch, suite, target, verdict
 from lab.experiments.catalog import Experiment
 from lab.experiments.errors import ExperimentError, UsageError
 
-EPILOG = """\
-arguments after NAME are Hydra overrides and go to verl as they are:
-  ./run_experiment.sh demo seed=3
-
-verl=VERSION chooses the verl, and is no override: the demo and some others run on 0.7.0 in a patched copy, or on
-0.9.1, which is installed together with gradloc and not patched:
-  ./run_experiment.sh demo verl=0.9.1
-
-trainer=trl runs the demo on TRL's GRPOTrainer, in its own environment, with the settings seed, steps, gradloc,
-advantage, first_step, last_step, tau:
-  ./run_experiment.sh demo trainer=trl gradloc=mask advantage=nan
-
-an experiment with arms (--list shows them) runs every arm in turn and then compares them; to run some arms, with
-overrides for all of them:
-  ./run_experiment.sh NAME --arms one,other --seeds 1,2 key=value
-
-trainer=loop runs it in a plain PyTorch loop, which only needs torch, with the settings seed, steps, gradloc, weight,
-first_step, last_step:
-  ./run_experiment.sh demo trainer=loop gradloc=mask
-
-pretrain is another loop, with the settings seed, steps, documents, rows, tokens, rate, peak, clean, every, threads
-
-variables:
-  VERL_REPO   the verl to run on; else the current folder if it is verl; else what PYTHON imports
-              (the demo: a patched copy that it makes itself)
-  PYTHON      the Python to run with; else python3 (the demo: an environment that it makes itself)
-  VERL09_PYTHON   for verl=0.9.1, instead of both: a Python with verl 0.9.1 and gradloc installed
-  TRL_PYTHON  for trainer=trl: a Python with the packages of requirements/trl.txt
-  LOOP_PYTHON for trainer=loop: one with those of requirements/loop.txt; else PYTHON, if that has them
-  RUN_DIR     the results' folder; else runs/NAME-<time>. An interrupted experiment with arms resumes there
-"""
-
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="./run_experiment.sh",
         description="Run lab/experiments/NAME.yaml with verl's own trainer.",
-        epilog=EPILOG,
+        epilog=Path(__file__).with_name("usage.txt").read_text(encoding="utf-8"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("name", nargs="?", metavar="NAME", help="the experiment; --list names them")

@@ -28,7 +28,7 @@ def score(data_source: str, solution_str: str, ground_truth: dict, extra_info: d
 
 
 def compute_score(solution_str: str, ground_truth: dict) -> dict:
-    """Scores one response.
+    """Score one response.
 
     Args:
         solution_str: the response, without the prompt.
@@ -70,7 +70,7 @@ def has_format(text: str) -> bool:
 
 
 def parse_solution(text: str) -> dict[str, str]:
-    """Everybody's role, ``knight`` or ``knave``, by name; lines without one are passed over."""
+    """Return each person's role, ``knight`` or ``knave``, by name; skip lines without one."""
     found = map(SOLUTION_LINE.search, text.splitlines())
     return {match[1]: match[2].lower() for match in found if match}
 

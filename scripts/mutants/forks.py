@@ -43,7 +43,7 @@ def copied(root: Path, folder: Path) -> Path:
 
 
 _HERE: Path
-"""Return a worker's copy of the repository."""
+"""A worker's copy of the repository."""
 
 
 def in_copies(folders: list[Path], work: Callable[..., Any], jobs: list[tuple[Any, ...]]) -> Iterator[Any]:

@@ -4,6 +4,7 @@
 python -m lab.benchmarks.mismatch.tiny TINY
 python -m lab.benchmarks.mismatch.forwards TINY POOL.npz --seed 20 --text-rate 2e-3 --policy-rate 1.5e-4
 python -m lab.benchmarks.mismatch POOL.npz [POOL.npz ...] --clean SMOLLM2_POOL.npz -o RECORD.json
+python -m lab.benchmarks.mismatch --kinds            # the table of the kinds
 """
 
 import argparse
@@ -85,14 +86,20 @@ def markdown(record: dict) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "pools", type=Path, nargs="+", metavar="POOL", help="of seeds that the rules were not made with"
+        "pools", type=Path, nargs="*", metavar="POOL", help="of seeds that the rules were not made with"
     )
+    parser.add_argument("--kinds", action="store_true", help="print the table of the kinds, and end")
     parser.add_argument("--clean", type=Path, nargs="*", default=[], metavar="POOL", help="for batches without a fault")
     parser.add_argument("--cases", type=int, default=100, help="batches of each kind")
     parser.add_argument("--batches", type=int, default=500, help="batches without a fault")
     parser.add_argument("--seed", type=int, default=10_000)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
+    if args.kinds:
+        print("\n".join(kinds_table()))
+        return
+    if not args.pools:
+        parser.error("name a pool, or --kinds")
     record = {
         "cases": args.cases,
         "kinds": confusion(args.pools, args.cases, args.seed),

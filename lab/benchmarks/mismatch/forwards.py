@@ -229,7 +229,7 @@ class Pool:
         return torch.stack(found)
 
     def routed(self) -> None:
-        """Context in which a few tokens pass through another block, as if another expert were chosen."""
+        """Run a trainer in which a few tokens pass through another block, as if another expert were chosen."""
         layers, hooks = self.model.model.layers, []
         chosen: dict[str, torch.Tensor] = {}
         first = len(layers) // 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spikes that nobody planted: runs under a setting that is known to make them.
+"""Natural spikes, with nothing planted: runs under a setting that is known to make them.
 
 The truth is measured by running the step again: with the batch of the step before, with the last update undone, and
 without some of its rows. What takes the spike away is at fault. A new kind is a subclass of :class:`Natural`, listed in
