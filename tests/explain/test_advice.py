@@ -11,7 +11,6 @@ from gradloc.explain.advice import (
     Advice,
     actions_of,
     in_force,
-    in_trl,
     in_verls_names,
     lines_of,
     options_of,
@@ -35,18 +34,38 @@ def test_every_action_is_given_by_somebody_and_every_one_given_is_there():
     assert not given ^ set(ACTIONS), "name these in a do or in MILDEST_FIRST, or in actions.ini"
     assert all(action.do.endswith(".") for action in ACTIONS.values())
     assert all(any(lines_of(name, trainer) for trainer in ("verl 0.7", "verl 0.9", "trl", LOOP)) for name in ACTIONS)
-    assert lines_of("mask", LOOP) == {"": 'Watch(..., action="mask")'} and lines_of("gspo", LOOP) == {}
 
 
-def test_a_run_that_says_its_verl_is_told_that_one_s_line():
-    assert lines_of("clip", "verl 0.9.1") == {"": "actor_rollout_ref.actor.optim.clip_grad=0.5"}
-    assert lines_of("clip", "verl 0.7.0") == {"": "actor_rollout_ref.actor.grad_clip=0.5"}
-    assert lines_of("clip", "trl 1.16.0") == {"": "max_grad_norm=0.5"}
+TRL = "trl 1.16.0"
+LINES = [
+    ("clip", "verl 0.9.1", "actor_rollout_ref.actor.optim.clip_grad=0.5"),
+    ("clip", "verl 0.7.0", "actor_rollout_ref.actor.grad_clip=0.5"),
+    ("clip", TRL, "max_grad_norm=0.5"),
+    ("mask", TRL, 'gradloc="mask"'),
+    ("rerun", TRL, 'gradloc={"evidence": {"rerun": True}}'),
+    ("more_steps", TRL, 'gradloc={"search": {"max_steps": 8}}'),
+    ("smaller_steps", TRL, "learning_rate=5e-07"),
+    ("clip_ratios", TRL, "epsilon=0.2, epsilon_high=0.2"),
+    ("cispo", TRL, 'loss_type="cispo", epsilon_high=5.0'),
+    ("fp32", TRL, 'model_init_kwargs={"dtype": "float32"}'),
+    ("fp32_forward", TRL, "bf16=False"),
+    ("mean_only", TRL, 'scale_rewards="none"'),
+    *((name, TRL, None) for name in ("clip_tokens", "lopti", "mask_padding")),
+    ("mask", LOOP, 'Watch(..., action="mask")'),
+    ("mask_padding", LOOP, "mask = ids != tokenizer.pad_token_id"),
+    ("gspo", LOOP, None),
+    ("one_epoch", None, "actor_rollout_ref.actor.ppo_epochs=1"),
+    ("mask_padding", None, None),
+]
+
+
+@pytest.mark.parametrize(("name", "trainer", "said"), LINES)
+def test_an_action_is_said_in_the_words_of_the_trainer_that_ran_or_not_at_all(name, trainer, said):
+    assert lines_of(name, trainer) == ({} if said is None else {"": said})
 
 
 def test_a_record_that_does_not_say_it_is_told_both_where_they_differ():
     assert list(lines_of("clip", None)) == ["verl 0.9", "verl 0.7"]
-    assert lines_of("one_epoch", None) == {"": "actor_rollout_ref.actor.ppo_epochs=1"}
     assert [do for do, _ in actions_of(["clip"])] == [
         f"Clip the gradient harder ({verl})." for verl in ("verl 0.9", "verl 0.7")
     ]
@@ -62,49 +81,15 @@ def test_what_a_verl_has_no_line_for_is_not_told_there(monkeypatch):
 def test_what_a_run_has_already_is_known_where_its_config_is():
     actor = {"ppo_epochs": 1, "policy_loss": {"loss_mode": "gspo"}, "use_kl_loss": True, "optim": None}
     names = ("one_epoch", "gspo", "use_kl", "plain_loss", "smaller_steps")
-    assert [in_force(options_of(name, "verl 0.7.0")[""].settings, actor) for name in names] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+    found = [in_force(options_of(name, "verl 0.7.0")[""].settings, actor) for name in names]
+    assert found == [True, True, True, False, False]
     assert not in_force({"trainer.resume_mode": "resume_path"}, actor), "of the actor alone"
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("mask", 'gradloc="mask"'),
-        ("rerun", 'gradloc={"evidence": {"rerun": True}}'),
-        ("more_steps", 'gradloc={"search": {"max_steps": 8}}'),
-        ("smaller_steps", "learning_rate=5e-07"),
-        ("clip_ratios", "epsilon=0.2, epsilon_high=0.2"),
-        ("cispo", 'loss_type="cispo", epsilon_high=5.0'),
-        ("fp32", 'model_init_kwargs={"dtype": "float32"}'),
-        ("clip_tokens", None),
-        ("lopti", None),
-    ],
-)
-def test_a_setting_of_verls_is_said_in_trls_words_or_not_at_all(name, said):
-    assert lines_of(name, "trl 1.16.0").get("") == said
-
-
-def test_a_setting_that_trl_lacks_leaves_none_of_them():
-    assert in_trl({"actor_rollout_ref.actor.grad_clip": "0.5", "algorithm.lopti.enable": "true"}) is None
 
 
 def test_a_run_s_settings_are_read_by_verls_names():
     found = in_verls_names({"learning_rate": 1e-6, "num_iterations": 2, "seed": 3}, "trl 1.16.0")
     assert found == {"actor_rollout_ref.actor.optim.lr": 1e-6, "actor_rollout_ref.actor.ppo_epochs": 2}
     assert in_verls_names({"seed": 3}, "verl 0.9.1") == {"seed": 3}
-
-
-def test_a_trainers_own_line_is_told_in_its_place():
-    assert lines_of("fp32_forward", "trl 1.16.0") == {"": "bf16=False"}
-    assert lines_of("mean_only", "trl 1.16.0") == {"": 'scale_rewards="none"'}
-    assert lines_of("mask_padding", LOOP) == {"": "mask = ids != tokenizer.pad_token_id"}
-    assert not lines_of("mask_padding", "trl 1.16.0") and not lines_of("mask_padding", None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a document says of the token that is loud in it, at the edges of each kind."""
+"""What a document says of the token that is loud in it."""
 
 import math
 
@@ -11,30 +11,24 @@ from tests.explain import a_culprit
 
 LOW, ODD = "low_probability", {"foreign": 0.7, "foreign_of_batch": 0.2}
 UNLIKELY = {"log_prob": -5.1, "log_prob_of_batch": -3.0}
+SHIFTED = {"log_prob": -5.0, "log_prob_shifted": -2.0}
 CASES = [
-    ({"padding": 4}, LOW, "token", -1.0, "padding_trained"),
-    ({"padding": 3}, LOW, "token", -1.0, LOW),
-    ({"log_prob": -5.0, "log_prob_shifted": -2.9}, LOW, "token", -1.0, "shifted_labels"),
-    ({"log_prob": -5.0, "log_prob_shifted": -3.1}, LOW, "token", -1.0, LOW),
-    ({"log_prob": -5.0, "log_prob_shifted": -2.9}, "loss_weight", "token", -1.0, "loss_weight"),
-    ({"copies": 2, "rows": 14}, LOW, "token", -1.0, "duplicate_document"),
-    ({"copies": 2, "rows": 15}, LOW, "token", -1.0, LOW),
+    ({"padding": 9}, LOW, "token", -1.0, "padding_trained"),
+    ({"padding": 1}, LOW, "token", -1.0, LOW),
+    (SHIFTED, LOW, "token", -1.0, "shifted_labels"),
+    ({**SHIFTED, "log_prob_shifted": -4.0}, LOW, "token", -1.0, LOW),
+    (SHIFTED, "loss_weight", "token", -1.0, "loss_weight"),
+    ({"copies": 2, "rows": 8}, LOW, "token", -1.0, "duplicate_document"),
+    ({"copies": 2, "rows": 30}, LOW, "token", -1.0, LOW),
     ({"copies": 1, "rows": 2}, LOW, "token", -1.0, "duplicate_document"),
-    ({"copies": 0, "rows": 1}, LOW, "token", -1.0, LOW),
     ({**ODD, **UNLIKELY}, LOW, "token", -1.0, "odd_document"),
-    ({**ODD, **UNLIKELY, "log_prob": -4.9}, LOW, "token", -1.0, LOW),
-    (ODD, LOW, "token", -1.0, LOW),
-    (ODD, LOW, "sequence", -1.0, "odd_document"),
-    (UNLIKELY, LOW, "sequence", -1.0, "odd_document"),
-    (UNLIKELY, LOW, "token", -1.0, LOW),
-    ({}, LOW, "token", -7.0, "unexpected_token"),
-    ({}, "unknown", "token", -7.0, "unexpected_token"),
-    ({}, LOW, "token", -6.8, LOW),
+    *((half, LOW, "token", -1.0, LOW) for half in (ODD, UNLIKELY)),
+    *((half, LOW, "sequence", -1.0, "odd_document") for half in (ODD, UNLIKELY)),
+    *(({}, label, "token", -8.0, "unexpected_token") for label in (LOW, "unknown")),
+    ({}, LOW, "token", -5.0, LOW),
     ({}, "unknown", "token", None, "unknown"),
-    ({}, "extreme_advantage", "token", -7.0, "extreme_advantage"),
-    ({"padding": 9}, "non_finite", "token", -7.0, "non_finite"),
-    ({"padding": 9}, "non_finite_forward", "token", -7.0, "non_finite_forward"),
-    ({"padding": 9}, "layer_heterogeneity", "token", -7.0, "layer_heterogeneity"),
+    ({}, "extreme_advantage", "token", -8.0, "extreme_advantage"),
+    *(({"padding": 9}, of, "token", -8.0, of) for of in ("non_finite", "non_finite_forward", "layer_heterogeneity")),
 ]
 
 
@@ -56,17 +50,17 @@ def test_nothing_is_made_up_of_a_document_of_which_nothing_is_known():
 @pytest.mark.parametrize(
     ("document", "figures"),
     [
-        ({"repeats": 0.2, "repeats_of_batch": 0.06}, ["20%", "6%"]),
-        ({"repeats": 0.19}, []),
-        ({"repeats": 0.3, "repeats_of_batch": 0.1}, []),
+        ({"repeats": 0.25, "repeats_of_batch": 0.06}, ["25%", "6%"]),
+        ({"repeats": 0.1}, []),
+        ({"repeats": 0.3, "repeats_of_batch": 0.2}, []),
         ({"foreign": 0.5}, ["50%", "0%"]),
-        ({"unspaced": 40.0, "unspaced_of_batch": 13.0}, ["40", "13"]),
-        ({"unspaced": 39.0}, []),
-        ({"tokens": 301.0, "tokens_of_batch": 100.0}, ["301", "100"]),
-        ({"tokens": 300.0, "tokens_of_batch": 100.0}, []),
+        ({"unspaced": 60.0, "unspaced_of_batch": 13.0}, ["60", "13"]),
+        ({"unspaced": 20.0}, []),
+        ({"tokens": 400.0, "tokens_of_batch": 100.0}, ["400", "100"]),
+        ({"tokens": 200.0, "tokens_of_batch": 100.0}, []),
     ],
 )
-def test_a_share_is_odd_at_three_times_the_batch_s(document, figures):
+def test_a_share_is_odd_where_it_is_far_over_the_batch_s(document, figures):
     said = oddities(Document(**document))
     assert len(said) == bool(figures) and all(figure in said[0] for figure in figures)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which factor of a token's gradient is its cause, from its numbers alone: each bound, from both sides."""
+"""Which factor of a token's gradient is its cause, from its numbers alone."""
 
 import math
 from dataclasses import replace
@@ -14,12 +14,7 @@ from gradloc.record import BatchStatistics, Run, Sibling
 from tests.explain import a_culprit
 
 TOKEN = a_culprit(
-    advantage=1.0,
-    log_prob=-0.5,
-    old_log_prob_used=-0.5,
-    loss_weight=0.01,
-    grad_norm=0.01,
-    coefficient=-0.01,
+    advantage=1.0, log_prob=-0.5, old_log_prob_used=-0.5, loss_weight=0.01, grad_norm=0.01, coefficient=-0.01
 )
 BATCH = BatchStatistics(advantage=1.0, one_minus_prob=0.4, jacobian=1.0)
 
@@ -31,47 +26,34 @@ def label(batch=BATCH, **changes):
 def test_a_ratio_is_clamped_at_e_to_the_20_as_verl_clamps_it():
     found = classify(a_culprit(TOKEN, log_prob=-0.1, old_log_prob_used=-90.1), BATCH)
     assert found.label == "token_mismatch" and found.numbers["ratio_over_typical"] == pytest.approx(math.exp(20))
-    low = classify(a_culprit(TOKEN, log_prob=-90.0, old_log_prob_used=-1.0), BATCH)
-    assert low.numbers["ratio_over_typical"] == pytest.approx(math.exp(-20))
 
 
-OFF = {"log_prob": -0.5, "old_log_prob_used": -0.5 - math.log(4.0)}
+OFF = {"old_log_prob_used": -0.5 - math.log(4.0)}
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        # the KL term: the larger part of the coefficient
+        # the KL term: the larger part of the coefficient, the same way
         *(
             ({"coefficient": 0.1, "kl_coefficient": kl, "grad_norm": 0.1}, found)
-            for kl, found in ((0.049, "unknown"), (0.051, "kl_term"), (-0.051, "unknown"))
+            for kl, found in ((0.04, "unknown"), (0.06, "kl_term"), (-0.06, "unknown"))
         ),
         ({"coefficient": 9.1, "kl_coefficient": 9.0, "grad_norm": 9.1, "loss_weight": None}, "unknown"),
-        # the entropy term: from three times the coefficient on
-        *(
-            ({"coefficient": -0.01, "entropy_coefficient": of}, found)
-            for of, found in ((0.03, "unknown"), (0.0301, "entropy_term"), (-0.0301, "entropy_term"))
-        ),
-        # a factor: from three times its typical value on
-        *(
-            ({"advantage": times}, found)
-            for times, found in ((2.99, "unknown"), (3.0, "extreme_advantage"), (-3.0, "extreme_advantage"))
-        ),
-        # the whole sequence: from half of the token's log-ratio on
-        ({**OFF, "sequence_ratio": 1.99}, "token_mismatch"),
-        ({**OFF, "sequence_ratio": 2.01}, "sequence_mismatch"),
-        ({**OFF, "sequence_ratio": None}, "token_mismatch"),
+        # the entropy term: however it points
+        *(({"entropy_coefficient": of}, found) for of, found in ((0.02, "unknown"), (-0.04, "entropy_term"))),
+        ({"advantage": -4.0}, "extreme_advantage"),
+        # the whole sequence, or the token alone
+        *(({**OFF, "sequence_ratio": of}, "token_mismatch") for of in (1.5, None)),
+        ({**OFF, "sequence_ratio": 3.0}, "sequence_mismatch"),
         # what is not finite first
-        ({"log_prob": math.nan}, "non_finite_forward"),
-        ({"log_prob": -math.inf}, "non_finite_forward"),
-        ({"advantage": math.inf}, "non_finite"),
-        ({"coefficient": math.nan}, "non_finite"),
+        *(({"log_prob": of}, "non_finite_forward") for of in (math.nan, -math.inf)),
+        *((of, "non_finite") for of in ({"advantage": math.inf}, {"coefficient": math.nan})),
         ({"grad_norm": math.nan}, "non_finite_backward"),
-        ({"grad_norm": None}, "unknown"),
-        ({"coefficient": None}, "unknown"),
+        *((of, "unknown") for of in ({"grad_norm": None}, {"coefficient": None})),
     ],
 )
-def test_each_bound_of_a_factor(changes, found):
+def test_a_factor_is_the_cause_where_it_makes_the_gradient(changes, found):
     assert label(**changes) == found
 
 
@@ -83,11 +65,11 @@ def test_terms_are_told_as_parts_of_the_coefficient():
 
 def test_a_large_jacobian_is_a_low_probability_s_as_far_as_that_predicts_it():
     unlikely, likely = ({"log_prob": value, "old_log_prob_used": value} for value in (math.log(0.2), math.log(0.8)))
-    assert label(**unlikely, grad_norm=0.0599) == "low_probability", "(1 - 0.2) / 0.4 = 2, and three times that"
-    assert label(**unlikely, grad_norm=0.0601) == "large_jacobian"
-    assert label(**likely, grad_norm=0.0599) == "large_jacobian"
-    assert label(replace(BATCH, layer_spread=10.1), **unlikely, grad_norm=0.06) == "layer_heterogeneity"
-    assert label(replace(BATCH, layer_spread=9.9), **unlikely, grad_norm=0.0599) == "low_probability"
+    assert label(**unlikely, grad_norm=0.05) == "low_probability"
+    assert label(**unlikely, grad_norm=0.07) == label(**likely, grad_norm=0.05) == "large_jacobian"
+    spread = (replace(BATCH, layer_spread=of) for of in (11.0, 9.0))
+    found = [label(batch, **unlikely, grad_norm=0.05) for batch in spread]
+    assert found == ["layer_heterogeneity", "low_probability"]
     assert label(span="segment", grad_norm=9.0) == "unknown", "several tokens have no single one"
 
 
@@ -95,10 +77,8 @@ def test_a_large_jacobian_is_a_low_probability_s_as_far_as_that_predicts_it():
     ("advantage", "of_batch", "found"),
     [
         (-227.0, 523.0, "extreme_advantage"),  # less than what is typical of a batch in the reward's own unit
-        (10.1, 10.1, "extreme_advantage"),
-        (9.9, 523.0, "unknown"),
-        (29.0, 9.9, "unknown"),
-        (30.0, 9.9, "extreme_advantage"),  # beside a batch of another scale
+        (5.0, 523.0, "unknown"),
+        (40.0, 9.0, "extreme_advantage"),  # beside a batch of another scale
     ],
 )
 def test_a_batch_whose_advantages_have_a_reward_s_unit_is_told_from_one_where_nothing_stands_out(
@@ -141,30 +121,30 @@ def engine(row=(), **changes):
     return classify(a_culprit(SAMPLED, **changes), BatchStatistics(advantage=1.0), row)
 
 
+AT_ONCE = {"rollout_log_prob": 0.0, "old_log_prob": 0.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"rollout_log_prob": -7.0}, "unknown"),  # five nats are what engines may differ by,
-        ({"rollout_log_prob": -6.99}, "not_sampled"),
-        ({"log_prob": -12.0 + APART * 0.999}, "not_sampled"),  # where the policy has not moved
-        ({"log_prob": -12.0 + APART * 1.001}, "unknown"),
-        ({"rollout_log_prob": -20.0}, "unknown"),  # 2e-9 may be drawn
-        ({"rollout_log_prob": -20.01}, "not_sampled"),
-        ({"rollout_log_prob": 0.0, "old_log_prob": -1.09, "log_prob": -1.0}, "unknown"),
-        ({"rollout_log_prob": 0.0, "old_log_prob": -1.11, "log_prob": -1.0}, "not_sampled"),
-        ({"rollout_log_prob": 0.0, "old_log_prob": 0.0, "log_prob": -5.01}, "not_sampled"),
-        ({"rollout_log_prob": 0.0, "old_log_prob": 0.0, "log_prob": -4.99}, "unknown"),
-        ({"log_prob": -1.0, "rollout_log_prob": 0.0}, "not_sampled"),  # which none writes, wherever the policy is now
+        ({}, "not_sampled"),
+        ({"rollout_log_prob": -9.0}, "unknown"),  # engines may differ by that
+        ({"log_prob": -12.0 + 2 * APART}, "unknown"),  # the policy has moved
+        ({"rollout_log_prob": -19.0}, "unknown"),  # that rarely it may be drawn,
+        ({"rollout_log_prob": -21.0}, "not_sampled"),  # and that it is not
         ({"rollout_log_prob": -math.inf}, "not_sampled"),
-        ({"old_log_prob": -0.2}, "unknown"),  # bypass: drift or gap, nobody knows
-        ({"old_log_prob": None}, "unknown"),
-        ({"rollout_log_prob": None}, "unknown"),
-        ({"log_prob": None}, "unknown"),
+        ({"rollout_log_prob": 0.0, "old_log_prob": -1.0, "log_prob": -1.0}, "unknown"),
+        ({"rollout_log_prob": 0.0, "old_log_prob": -1.5, "log_prob": -1.0}, "not_sampled"),
+        ({**AT_ONCE, "log_prob": -6.0}, "not_sampled"),
+        ({**AT_ONCE, "log_prob": -4.0}, "unknown"),
+        ({"log_prob": -1.0, "rollout_log_prob": 0.0}, "not_sampled"),  # which none writes, wherever the policy is now
+        ({"old_log_prob": -0.2}, "unknown"),  # bypass: drift or gap
+        *(({name: None}, "unknown") for name in ("old_log_prob", "rollout_log_prob", "log_prob")),
         ({"advantage": math.nan}, "non_finite"),
         ({"advantage": 9.0}, "extreme_advantage"),
     ],
 )
-def test_each_bound_of_a_token_that_was_never_sampled(changes, found):
+def test_a_token_that_the_engine_cannot_have_drawn_was_never_sampled(changes, found):
     assert engine(**changes).label == found
 
 
@@ -190,8 +170,7 @@ def test_a_shift_takes_five_pairs_to_be_seen(length, found, shift):
         (now[place + 1], now[place]) for place in range(length)]  # fmt: skip
     made = engine(row)
     assert made.label == found
-    if found == "shifted_log_probs":
-        assert made.numbers["shift"] == shift
+    assert found == "unknown" or made.numbers["shift"] == shift
 
 
 @pytest.mark.parametrize("shift", [1, -1])

@@ -14,14 +14,11 @@ from gradloc.record import CAUSES, BatchStatistics, Cause, Event, Run, Sibling
 from tests.explain import a_culprit
 
 
-@pytest.mark.parametrize("label", CAUSES)
-@pytest.mark.parametrize("trainer", ["verl 0.7.0", "verl 0.9.1", None])
-def test_every_cause_has_a_meaning_and_a_config_line_for_every_trainer(label, trainer):
-    found = cause_info(label)
-    assert found is CAUSE_INFO[label] and found.title and found.means.endswith(".") and found.advice(trainer)
-
-
-def test_an_unknown_cause_gets_what_is_said_when_nothing_stands_out():
+def test_every_cause_has_a_meaning_and_a_config_line_for_every_trainer_and_a_newer_one_is_unknown():
+    for label in CAUSES:
+        found = cause_info(label)
+        assert found is CAUSE_INFO[label] and found.title and found.means.endswith("."), label
+        assert all(found.advice(trainer) for trainer in ("verl 0.7.0", "verl 0.9.1", None)), label
     assert cause_info("from the future") is CAUSE_INFO["unknown"]
 
 
@@ -48,7 +45,6 @@ TRL = {"rollouts": 8, "trainer": "trl 1.16.0"}
 @pytest.mark.parametrize(
     ("advantage", "others", "rewards", "run", "numbers"),
     [
-        (1.5, HALF, None, {}, None),
         (1.52, HALF, None, {}, "1.5 4"),
         (-9.0, HALF, None, {}, "1.5 4"),
         (math.nan, HALF, None, {}, None),
@@ -59,9 +55,7 @@ TRL = {"rollouts": 8, "trainer": "trl 1.16.0"}
         (1.0, (), None, {}, "4"),  # no other response in the batch
         (1.0, (), None, {"rollouts": 1}, ""),
         (9.0, HALF, (9.0, 1.0, 0.0, 0.0), {}, "1.5 4"),
-        (6.0, (-2.0,) * 3, ONE, {"estimator": "grpo_mean"}, None),
         (6.1, (-6.1 / 3,) * 3, ONE, {"estimator": "grpo_mean"}, "6 4"),
-        (8.0, (-8 / 3,) * 3, ONE, {"estimator": "rloo"}, None),
         (8.1, (-2.7,) * 3, ONE, {"estimator": "rloo"}, "8 4"),
         *((1e4, (-1e4 / 3,) * 3, ONE, {"estimator": name}, None) for name in ("gae", None)),
         *((2.4, (-0.8,) * 3, ONE, run, None) for run in (TRL, {"rollouts": 8})),

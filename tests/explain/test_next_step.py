@@ -2,9 +2,7 @@
 """What to do now, where it also follows from the run's own settings; the golden events hold the rules themselves."""
 
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +19,6 @@ from tests.report.builder import make_culprit
 
 TAUGHT = {"log_prob": -9.0, "teacher_log_prob": -0.1, "advantage": None}
 DISTILLED = {"teacher_gap": 0.1}
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "advice.md"
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -95,11 +92,6 @@ def test_an_estimator_that_divides_by_nothing_is_not_told_to_drop_the_division()
 def test_a_run_that_masks_already_is_not_told_to(name):
     told = lines(replace(event(name), action=Action("mask", "mask")))
     assert not any(line.endswith(("action.mode=mask", "critic=mask")) for line in told)
-
-
-def test_the_docs_print_the_table():
-    text = DOCS.read_text(encoding="utf-8")
-    assert [rule.seen for rule in RULES] == re.findall(r"^### (.+)$", text, re.M)
 
 
 # ---- settings that were measured

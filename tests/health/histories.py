@@ -20,6 +20,7 @@ def healthy(step):
         "actor/ppo_kl": 0.001 + wobble / 100,
         "actor/pg_clipfrac": 0.02,
         "actor/entropy": 0.3 + wobble / 10,
+        "critic/vf_loss": 0.5,
         "critic/score/mean": 0.5 + wobble,
         "critic/score/max": 1.0,
         "critic/score/min": 0.0,

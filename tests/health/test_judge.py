@@ -3,17 +3,12 @@
 
 import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from gradloc.health.judge import _number
 from gradloc.report.runs.health import HealthConfig, Judge
 from tests.health.histories import TROUBLES, healthy, named, run, with_trouble
 
-ROOT = Path(__file__).resolve().parents[2]
 EMPTY = (None, float("nan"), float("inf"), "text", True, [1.0], {"a": 1})
 
 
@@ -27,31 +22,18 @@ def test_a_value_that_is_no_number_is_no_fault_but_the_non_finite_rules(value):
         verdict = run([{**healthy(1), name: value}])[0]
         is_faulty = isinstance(value, float) and name in (
             "actor/grad_norm", "actor/grad_norm_max", "actor/pg_loss", "actor/kl_loss",
-            "actor/entropy", "critic/score/mean",
+            "actor/entropy", "critic/score/mean", "critic/vf_loss",
         )  # fmt: skip
         assert named(verdict) == ({"non_finite": "warning"} if is_faulty else {}), name
 
 
-@pytest.mark.parametrize("name", sorted(healthy(1)))
-def test_a_metric_may_be_missing_always_or_now_and_then(name):
-    rows = [healthy(step) for step in range(1, 60)]
-    for row in rows[::3]:
-        del row[name]
-    assert all(not verdict.reasons for verdict in run(rows))
-    for row in rows:
-        row.pop(name, None)
-    assert all(not verdict.reasons for verdict in run(rows))
-
-
-def test_a_value_loss_that_is_not_finite_is_a_fault():
-    assert [named(run([{"critic/vf_loss": value}])[0]) for value in (0.5, float("inf"))] == [
-        {},
-        {"non_finite": "warning"},
-    ]
-
-
-def test_a_whole_number_is_a_number_and_a_flag_or_a_text_is_none():
-    assert [_number(value) for value in (3, True, "3", None)] == [3.0, None, None, None]
+def test_a_metric_may_be_missing_always_or_now_and_then():
+    for name in healthy(1):
+        for every in (1, 3):
+            rows = [healthy(step) for step in range(1, 60)]
+            for row in rows[::every]:
+                del row[name]
+            assert all(not verdict.reasons for verdict in run(rows)), name
 
 
 def test_any_order_of_nonsense_is_judged_without_an_exception():
@@ -65,15 +47,14 @@ def test_any_order_of_nonsense_is_judged_without_an_exception():
 
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda t: f"{t.rule}-{t.state}")
-@pytest.mark.parametrize("cut", [3, 28, 32])
-def test_a_resumed_judge_says_what_an_uninterrupted_one_does(trouble, cut):
+def test_a_resumed_judge_says_what_an_uninterrupted_one_does(trouble):
     rows = with_trouble(trouble, after=5)
     whole = run(rows)
-    judge = Judge(HealthConfig(), 1.0)
-    run(rows[:cut], judge=judge)
-    resumed = Judge(HealthConfig(), 1.0)
-    resumed.load_state(json.loads(json.dumps(judge.state())))
-    assert run(rows[cut:], judge=resumed, first=cut + 1) == whole[cut:]
+    for cut in (3, 28, 32):
+        judge, resumed = (Judge(HealthConfig(), 1.0) for _ in range(2))
+        run(rows[:cut], judge=judge)
+        resumed.load_state(json.loads(json.dumps(judge.state())))
+        assert run(rows[cut:], judge=resumed, first=cut + 1) == whole[cut:]
 
 
 def test_a_state_of_other_rules_is_taken_as_far_as_it_goes():
@@ -100,16 +81,3 @@ def test_memory_is_bounded():
     size = len(json.dumps(judge.state()))
     run([healthy(step) for step in range(300, 900)], judge=judge, first=300)
     assert len(json.dumps(judge.state())) < 1.2 * size < 30_000
-
-
-def test_the_rules_import_alone_with_nothing_but_the_standard_library():
-    code = (
-        "import sys\n"
-        "before = set(sys.modules)\n"
-        "import gradloc.health as health, gradloc.health.monitor\n"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before} - {'gradloc'}\n"
-        "assert new <= sys.stdlib_module_names, new - sys.stdlib_module_names\n"
-        "print(health.Judge(health.HealthConfig()).observe(1, {'actor/ppo_kl': 3.0}).state)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "danger", done.stderr

@@ -43,9 +43,6 @@ def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(r
     assert "actor_rollout_ref.actor.gradloc.action.mode=mask" in out
     assert "Not checked, as the run logs no metric for them: head_norm, mismatch_weight" in out
     assert "\x1b[" not in out
-
-
-def test_advice_that_several_reasons_share_is_given_once(run_of, shown):
     out = shown("health", run_of("collapsed"))
     assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and see above" in out
     assert "X no_gradient  danger, first at step 18; found at 12, 16-30" in out
@@ -162,7 +159,7 @@ def page_of(shown, tmp_path):
     return page
 
 
-def test_the_page_has_a_strip_with_reasons_and_the_same_in_text(run_of, page_of):
+def test_the_page_has_a_strip_with_reasons_and_the_same_in_text_and_without_metrics_none(run_of, page_of, tmp_path):
     text = page_of(run_of("collapsed"))
     payload = json.loads(re.search(r'id="payload">(.*?)</script>', text)[1])
     bands = payload["charts"]["run"]["bands"]
@@ -171,8 +168,5 @@ def test_the_page_has_a_strip_with_reasons_and_the_same_in_text(run_of, page_of)
     assert len(notes) >= 7 and {state for _, _, state, _ in bands} == {"healthy", "warning", "danger"}
     assert "Step 30, the last: danger. 23 of 30 steps were not healthy" in text
     assert "<code>data.max_response_length=4096</code>" in text
-
-
-def test_a_page_without_metrics_has_no_strip(tmp_path, page_of):
-    text = page_of(write_run(tmp_path / "run", [make_event()]))
+    text = page_of(write_run(tmp_path / "events", [make_event()]))
     assert '"bands":[]' in text and "The run's health" not in text

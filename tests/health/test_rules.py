@@ -11,13 +11,14 @@ from gradloc.report.runs.health import STATES, HealthConfig, Judge
 from tests.health.histories import CALM, TROUBLES, healthy, named, run, with_trouble
 
 
-def test_a_healthy_run_is_healthy_at_every_step():
-    verdicts = run([healthy(step) for step in range(1, 400)])
-    assert {verdict.state for verdict in verdicts} == {"healthy"}
+def test_a_healthy_run_is_healthy_at_every_step_also_where_its_loss_is_0_as_on_policy_grpo_s_is():
+    for changes in ({}, {"actor/pg_loss": 0.0}):
+        verdicts = run([{**healthy(step), **changes} for step in range(1, 400)])
+        assert {verdict.state for verdict in verdicts} == {"healthy"}
 
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda t: f"{t.rule}-{t.state}")
-def test_a_rule_finds_its_trouble_alone_and_says_so_with_numbers_and_advice(trouble):
+def test_a_rule_finds_its_trouble_alone_and_says_so_with_numbers_and_advice_or_is_off(trouble):
     verdicts = run(with_trouble(trouble))
     assert all(not verdict.reasons for verdict in verdicts[:CALM])
     assert {name for verdict in verdicts for name in named(verdict)} == {trouble.rule}
@@ -28,6 +29,7 @@ def test_a_rule_finds_its_trouble_alone_and_says_so_with_numbers_and_advice(trou
     assert reason.sentence.endswith(".") and "{" not in reason.sentence
     advice = actions_of(ADVICE[reason.name])
     assert advice and all("=" in line and do.endswith(".") for do, line in advice)
+    assert not run(with_trouble(trouble), HealthConfig(**{trouble.rule: None}))[-1].reasons
 
 
 def test_every_state_of_every_rule_has_a_history_here():
@@ -40,12 +42,6 @@ def test_every_state_of_every_rule_has_a_history_here():
         if limit is not None
     }
     assert tested == expected
-
-
-@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda t: f"{t.rule}-{t.state}")
-def test_a_rule_that_is_off_is_silent(trouble):
-    config = HealthConfig(**{trouble.rule: None})
-    assert not run(with_trouble(trouble), config)[-1].reasons
 
 
 LEARNING = (
@@ -77,10 +73,9 @@ def test_verls_alert_rules_are_silent_at_the_limit_and_all_others_speak(rule):
     assert [rule in named(verdict) for verdict in last] == [False, rule not in STRICT, True]
 
 
-@pytest.mark.parametrize(("weight", "is_odd"), [(0.5, False), (0.49, True), (2.1, True)])
-def test_the_mean_weight_counts_on_both_sides_of_one(weight, is_odd):
-    row = {**healthy(1), "rollout_corr/rollout_is_mean": weight}
-    assert named(run([row])[0]) == ({"mismatch_weight": "warning"} if is_odd else {})
+def test_a_mean_weight_far_over_1_is_as_odd_as_one_far_below_it():
+    row = {**healthy(1), "rollout_corr/rollout_is_mean": 4.0}
+    assert named(run([row])[0]) == {"mismatch_weight": "warning"}
 
 
 def test_norms_are_logged_before_clipping_so_one_above_the_limit_is_no_trouble_by_itself():
@@ -89,11 +84,6 @@ def test_norms_are_logged_before_clipping_so_one_above_the_limit_is_no_trouble_b
     assert [named(verdict) for verdict in verdicts[:19]] == [{}] * 19  # the window is not full yet
     assert all(named(verdict) == {"clip_share": "warning"} for verdict in verdicts[19:])
     assert not run(rows, grad_clip=None)[-1].reasons  # without a clip there is no limit to be at
-
-
-def test_a_loss_of_zero_alone_is_what_on_policy_grpo_looks_like():
-    rows = [{**healthy(step), "actor/pg_loss": 0.0} for step in range(1, 40)]
-    assert all(not verdict.reasons for verdict in run(rows))
 
 
 def test_without_a_maximum_the_mean_gradient_is_judged():
@@ -138,12 +128,6 @@ def test_a_reward_that_never_was_is_no_fall_but_equal_rewards():
     still = {"critic/score/mean": 0.0, "critic/score/max": 0.0, "rollout/zero_variance_share": 1.0}
     rows = [{**healthy(step), **still} for step in range(1, 40)]
     assert named(run(rows)[-1]) == {"zero_variance": "danger"}
-
-
-def test_the_worst_reason_comes_first():
-    row = {**healthy(1), "actor/ppo_kl": 0.2, "rollout_corr/chi2_token": 900.0}
-    (verdict,) = run([row])
-    assert [r.state for r in verdict.reasons] == ["danger", "warning"] and verdict.state == "danger"
 
 
 def test_rules_whose_metrics_came_are_known():

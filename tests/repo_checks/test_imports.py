@@ -53,6 +53,8 @@ MODELS = {"replay.model": {"transformers"}}
 """A replay runs a plain model."""
 
 WITHOUT_TORCH = ("trigger", "report", "health", "record", "explain", "mismatch")
+DRAWING = ("torch", "matplotlib", "rich", "jinja2", "pyarrow")
+ALL = (*DRAWING, "numpy")
 
 
 def module_name(path: Path) -> str:
@@ -154,9 +156,12 @@ def test_everything_but_the_adapters_imports_where_no_trainer_is_installed():
     import_all([f"gradloc.{name}" for name in names], TRAINERS, ROOT)
 
 
-def test_what_reads_a_run_needs_no_torch():
-    names = [name for name in MODULES if room(name) in WITHOUT_TORCH]
-    import_all([f"gradloc.{name}" for name in names], (*TRAINERS, "torch"), ROOT)
+@pytest.mark.parametrize(
+    ("rooms", "absent"), [(WITHOUT_TORCH, ("torch",)), (("health",), ALL), (("mismatch",), DRAWING)]
+)
+def test_what_reads_a_run_needs_no_torch_and_what_judges_it_nor_what_draws(rooms, absent):
+    names = [name for name in MODULES if room(name) in rooms]
+    import_all([f"gradloc.{name}" for name in names], (*TRAINERS, *absent), ROOT)
 
 
 def import_all(names: list[str], absent: tuple[str, ...], where: Path) -> None:
