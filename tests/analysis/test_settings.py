@@ -38,14 +38,8 @@ def test_all_is_off_by_default_and_in_a_config_without_the_keys():
 TRAINER, ROLLOUT, ACTOR = "trainer", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 REFUSED = [
     (buckets_of, TRAINER, "gradient_analysis_mode", "yes", "true or false"),
-    (buckets_of, TRAINER, "gradient_analysis_every", 0, "an integer of at least 1"),
-    (buckets_of, TRAINER, "gradient_analysis_env_groups", -1, "null or an integer of at least 1"),
-    (buckets_of, TRAINER, "gradient_analysis_group_size", 0.5, "null or an integer of at least 1"),
-    (buckets_of, ROLLOUT, "gradient_analysis_num_buckets", 0, "an integer of at least 1"),
     (buckets_of, ROLLOUT, "gradient_analysis_bucket_mode", "decile", "one of quantile, fixed_rv"),
-    (quartiles_of, TRAINER, "quartile_analysis_every", 0, "an integer of at least 1"),
     (quartiles_of, TRAINER, "quartile_analysis_num_tokens", -1, "an integer of at least 0"),
-    (read_filter, ROLLOUT, "rollout_filter_strategy", "min_p", "one of top_p, top_k"),
     (read_filter, ROLLOUT, "rollout_filter_value", 1.5, "a number above 0 and at most 1"),
     (read_filter, ACTOR, "filter_loss_scaling", "log", "one of none, linear, sqrt"),
 ]

@@ -36,10 +36,6 @@ def test_the_digest_is_the_settings_whatever_their_order():
     assert origin(Run("p", "e"), {}, "torch").config is None, "a loop has no settings"
 
 
-def test_a_trainer_that_is_not_installed_has_no_version():
-    assert made(trainer="no_such_trainer").trainer is None
-
-
 def test_the_commit_is_that_of_the_folder_and_says_where_it_was_changed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert made().commit is None
@@ -53,6 +49,7 @@ def test_the_commit_is_that_of_the_folder_and_says_where_it_was_changed(tmp_path
     assert made().commit == f"{commit}-dirty"
 
 
-def test_without_git_there_is_no_commit(monkeypatch):
+def test_without_git_there_is_no_commit_and_without_the_trainer_no_version(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert made().commit is None
+    found = made(trainer="no_such_trainer")
+    assert found.commit is found.trainer is None

@@ -45,6 +45,7 @@ def test_what_is_missing_takes_its_default_and_what_is_not_known_is_passed_over(
     assert found.trigger.grad_norm == math.inf and found.shares.is_trusted
     assert (found.culprits, found.search.strategy) == ((), "unknown")
     assert not found.is_distilled and found.cures[0].changed_tokens == 0.0
+    assert read(Event, json.loads(json.dumps(plain(Event())))) == read(Event, {}) == Event()
 
 
 @pytest.mark.parametrize(

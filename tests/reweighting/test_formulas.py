@@ -113,10 +113,7 @@ def test_losses_of_the_stages_add_up_and_other_values_stand_side_by_side():
 
 WRONG = [
     ("algorithm.advantage_reweighting.alpha=1.5", "alpha must be a number from 0 (off) to 1, found 1.5"),
-    ("algorithm.lopti.eta=-1.0", "lopti.eta must be a number between -1 and 1, exclusive, found -1.0"),
     ("algorithm.lopti.eta=0", "lopti.quantile must be set while algorithm.lopti.eta is 0"),
-    ("algorithm.lopti.quantile=1", "lopti.quantile must be null or a number between 0 and 1"),
-    ("algorithm.lopti.enable=3", "lopti.enable must be true or false, found 3"),
 ]
 
 
@@ -129,7 +126,5 @@ def test_wrong_settings_are_refused_by_name_and_right_ones_are_taken(single):
     for (override, expected), answer in zip(WRONG, answers, strict=False):
         assert expected in answer["error"], override
     assert answers[len(WRONG) : -1] == ["nothing is on", "on", "on"]
-    assert (
-        "trainer.use_legacy_worker_impl must be auto or enable while algorithm.lopti.enable is on"
-        in answers[-1]["error"]
-    )
+    said = "trainer.use_legacy_worker_impl must be auto or enable while algorithm.lopti.enable is on"
+    assert said in answers[-1]["error"]

@@ -13,11 +13,8 @@ def test_off_may_be_written_as_yaml_reads_it_and_then_nothing_is_refused(compose
 
 def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose):
     safe, changed = compose(["+gradloc=safe"], ["+gradloc=safe", f"{STABILIZE}.layer_clip.rule=adagc"])
-    assert safe["spike"] is True
-    assert safe["ok"]["action"]["mode"] == "observe"
     stabilize = safe["ok"]["stabilize"]
-    assert stabilize["token_clip"] == {"mode": "clamp", "upper": 5.0, "lower": None}
-    assert stabilize["layer_clip"]["rule"] == "zscore"
-    assert stabilize["seq_clip"]["mode"] == "off"
-    assert stabilize["skip_step"]["enable"] is False
+    assert safe["spike"] is True and safe["ok"]["action"]["mode"] == "observe"
+    assert (stabilize["token_clip"]["mode"], stabilize["layer_clip"]["rule"]) == ("clamp", "zscore")
+    assert (stabilize["seq_clip"]["mode"], stabilize["skip_step"]["enable"]) == ("off", False)
     assert changed["ok"]["stabilize"]["layer_clip"]["rule"] == "adagc"
