@@ -95,7 +95,7 @@ def _label(culprit: Culprit, cause: Cause, document: Document) -> str:
         return "loss_weight"
     if own is not None and shifted is not None and shifted > own + _SHIFTED:
         return "shifted_labels"
-    if document.copies + 1 > max(1, _MANY * document.rows) and document.copies:
+    if document.copies and document.copies + 1 > _MANY * document.rows:
         return "duplicate_document"
     is_unlikely = own is not None and usual is not None and own < usual - _FAR
     if culprit.span != "token" and (is_unlikely or oddities(document)) or is_unlikely and oddities(document):

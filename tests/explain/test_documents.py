@@ -21,6 +21,7 @@ CASES = [
     ({"copies": 2, "rows": 8}, LOW, "token", -1.0, "duplicate_document"),
     ({"copies": 2, "rows": 30}, LOW, "token", -1.0, LOW),
     ({"copies": 1, "rows": 2}, LOW, "token", -1.0, "duplicate_document"),
+    ({"copies": 0, "rows": 1}, LOW, "token", -1.0, LOW),
     ({**ODD, **UNLIKELY}, LOW, "token", -1.0, "odd_document"),
     *((half, LOW, "token", -1.0, LOW) for half in (ODD, UNLIKELY)),
     *((half, LOW, "sequence", -1.0, "odd_document") for half in (ODD, UNLIKELY)),

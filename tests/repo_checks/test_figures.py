@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,7 +62,12 @@ def as_suites_do(columns: Callable[[dict], Any]) -> Callable[[dict], str]:
     return lambda found: table(columns(found))
 
 
+def both_counts(found: dict) -> str:
+    return "\n".join(map(counts.markdown, (found, record("counts-0.9"))))
+
+
 PARTS = {
+    "benchmarks.md## What an update asks of the device": ("counts-0.7", both_counts),
     "benchmarks.md## The trigger's rule": ("trigger", trigger.markdown),
     "benchmarks.md## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
     "benchmarks.md## Worlds": ("worlds", lambda found: worlds.markdown(found["rows"])),
@@ -84,10 +89,66 @@ WHOLE = {
 }
 
 
-def test_what_an_update_asks_of_the_device_is_the_records():
-    made = [counts.markdown(record(f"counts-{verl}")).splitlines() for verl in ("0.7", "0.9")]
-    shown = rows(section("benchmarks.md", "## What an update asks of the device"))
-    assert shown and [row for row in shown if row not in sum(made, [])] == []
+def said_of_searches() -> Iterator[tuple[str, str]]:
+    """What a search costs, in training steps: M forwards and backwards, 3 f each."""
+    spiked = [row for row in record("worlds")["rows"] if row["status"] != "no spike"]
+    found = [row for row in spiked if row["plant"] == "tokens"]
+    one, eight = (median(row["cost"] / 3 / row["micro_batches"] for row in found if row["named"] == n) for n in (1, 8))
+    for name in ("README", "docs/benchmarks"):
+        yield name, f"one culprit costs {one:.1f} training steps, eight cost {eight:.1f}"
+    right = sum(not row["problems"] for row in spiked)
+    yield "docs/benchmarks", f"{right} of {len(spiked)} [worlds](#worlds) that spiked are right"
+    yield (
+        "docs/observe",
+        (f"An update counts as {limit._LEAST_UPDATE} forwards and {limit._LEAST_SECONDS:.0f} s at least"),
+    )
+    for name in ("how-to", "any-loop"):
+        yield (
+            f"docs/{name}",
+            (f"{ActionConfig.max_masked_tokens} tokens or {100 * ActionConfig.max_masked_share:.0f} % of the"),
+        )
+
+
+def said_of_healthy_steps() -> Iterator[tuple[str, str]]:
+    """What gradloc costs where nothing spikes."""
+    updates = [record(f"counts-{verl}")["updates"] for verl in ("0.7", "0.9")]
+    shares = [100 * (of["healthy, on"]["ops"] / of["healthy, unpatched"]["ops"] - 1) for of in updates]
+    for name in ("benchmarks", "gpu"):
+        yield f"docs/{name}", f"{shares[0]:.1f} % (verl 0.7) or {shares[1]:.1f} % (0.9) more operations"
+    yield "README", f"{min(shares):.1f} to {max(shares):.1f} % more operations on verl"
+    (number,) = {found["a healthy step"]["messages"] for found in record("ranks")["ranks"].values()}
+    words = ["no", "one", "two", "three", "four", "five", "six"]
+    for name in ("observe", "any-loop"):
+        yield f"docs/{name}", f"{words[number]} small messages"
+    sums = f"sums {words[len(StepCounts._fields)]} numbers of each process"
+    yield "docs/trl", f"{sums} and sends {words[number - 1]} small messages"
+    found = record("driver")
+    new, old = found["verl 0.9"], found["verl 0.7"]
+    said = f"{found['rows']:,} rows of up to {found['longest'] // 1024}k tokens take {new:.2f} s of processor time"
+    yield "docs/benchmarks", f"{said} on verl 0.9 and {old:.2f} s on 0.7"
+
+
+def said_of_what_is_right() -> Iterator[tuple[str, str]]:
+    """How often tokens, links and architectures are right; and what the demo's pages show of it."""
+    yield "docs/any-loop", architectures.sentence(record("architectures"))
+    for part in (scoring.planted, scoring.natural):
+        yield "docs/peers", scoring.sentence(part(record("spikes")["rows"]))
+    for name in ("links", "engine_links"):
+        yield "docs/spikes-without-tokens", links.sentence(record(name)["rows"])
+    yield "docs/report", f'("{story.odd_number(EVENT.culprits[0])}")'
+    yield "docs/trackers", f"gradloc: {announcement(EVENT)}"
+    yield "docs/trackers", f"gradloc: gradloc /runs/grpo/gradloc --event {EVENT.event_id}"
+
+
+@pytest.mark.parametrize("said", [said_of_searches, said_of_healthy_steps, said_of_what_is_right])
+def test_a_page_s_sentence_is_the_record_s(said):
+    for name, sentence in said():
+        assert sentence in page(f"{name}.md"), (name, sentence)
+
+
+def test_the_limits_that_no_record_holds():
+    assert (limit.MAX_STEPS, limit._LEAST_BISECTION_SECONDS) == (4, 60), "four, a minute: docs/observe.md"
+    assert max(record("driver")[verl] for verl in ("verl 0.7", "verl 0.9")) < 0.3
 
 
 @pytest.mark.parametrize("table", [*PARTS, *WHOLE])
@@ -101,21 +162,6 @@ def test_a_page_s_table_is_the_record_s(table):
         assert "Every event" not in table or len(made) - 2 >= 30
 
 
-def test_how_many_architectures_are_right_is_the_record_s():
-    assert architectures.sentence(record("architectures")) in page("docs/any-loop.md")
-
-
-def test_how_many_runs_spiked_is_the_record_s():
-    found = record("spikes")["rows"]
-    for part in (scoring.planted(found), scoring.natural(found)):
-        assert scoring.sentence(part) in page("docs/peers.md")
-
-
-@pytest.mark.parametrize("name", ["links", "engine_links"])
-def test_how_often_the_link_is_right_is_the_record_s(name):
-    assert links.sentence(record(name)["rows"]) in page("docs/spikes-without-tokens.md")
-
-
 def test_what_pretraining_says_of_its_peaks_is_the_record_s():
     found = record("pretrain")
     named = {peak["step"]: set(peak["named"]) for peak in found["peaks"]}
@@ -123,55 +169,9 @@ def test_what_pretraining_says_of_its_peaks_is_the_record_s():
     right = sum(name in named[step] for name, step in peaked.items())
     said = f"Of {len(found['damaged'])} damaged documents {len(peaked)} made a peak; {right} of these are named"
     none = len(named) - len(set(peaked.values()))
-    assert said in page("docs/pretraining.md") and f"{none} of {len(named)} peaks had none" in page(
-        "docs/pretraining.md"
-    )
+    for sentence in (said, f"{none} of {len(named)} peaks had none"):
+        assert sentence in page("docs/pretraining.md")
     assert right >= 0.9 * len(peaked)
-
-
-def test_the_price_of_a_search_is_the_record_s_on_every_page():
-    """Worlds of planted tokens by how many were named, in training steps: M forwards and backwards, 3 f each."""
-    found = [row for row in record("worlds")["rows"] if row["status"] != "no spike" and row["plant"] == "tokens"]
-    one, eight = (median(row["cost"] / 3 / row["micro_batches"] for row in found if row["named"] == n) for n in (1, 8))
-    said = f"one culprit costs {one:.1f} training steps, eight cost {eight:.1f}"
-    for name in ("README.md", "docs/benchmarks.md"):
-        assert said in page(name), name
-
-
-def test_the_price_of_a_healthy_step_is_the_records_on_every_page():
-    shares = []
-    for verl in ("0.7", "0.9"):
-        updates = record(f"counts-{verl}")["updates"]
-        shares.append(updates["healthy, on"]["ops"] / updates["healthy, unpatched"]["ops"] - 1)
-    said = f"{100 * shares[0]:.1f} % (verl 0.7) or {100 * shares[1]:.1f} % (0.9) more operations"
-    for name in ("docs/benchmarks.md", "docs/gpu.md"):
-        assert said in page(name), (name, said)
-    assert f"{100 * min(shares):.1f} to {100 * max(shares):.1f} % more operations on verl" in page("README.md")
-
-
-def test_the_messages_of_a_healthy_step_are_the_record_s_on_every_page():
-    (number,) = {found["a healthy step"]["messages"] for found in record("ranks")["ranks"].values()}
-    words = ["no", "one", "two", "three", "four", "five", "six"]
-    for name in ("docs/observe.md", "docs/any-loop.md"):
-        assert f"{words[number]} small messages" in page(name), name
-    said = f"sums {words[len(StepCounts._fields)]} numbers of each process and sends {words[number - 1]} small messages"
-    assert said in page("docs/trl.md")
-
-
-def test_the_limits_of_a_search_and_of_a_mask_are_the_settings_on_every_page():
-    said = f"An update counts as {limit._LEAST_UPDATE} forwards and {limit._LEAST_SECONDS:.0f} s at least"
-    assert said in page("docs/observe.md") and (limit.MAX_STEPS, limit._LEAST_BISECTION_SECONDS) == (4, 60), (
-        "four, a minute"
-    )
-    said = f"{ActionConfig.max_masked_tokens} tokens or {100 * ActionConfig.max_masked_share:.0f} % of the"
-    assert said in page("docs/how-to.md") and said in page("docs/any-loop.md")
-
-
-def test_the_driver_s_price_is_the_record_s_and_under_a_third_of_a_second():
-    found = record("driver")
-    new, old = found["verl 0.9"], found["verl 0.7"]
-    said = f"{found['rows']:,} rows of up to {found['longest'] // 1024}k tokens take {new:.2f} s of processor time"
-    assert f"{said} on verl 0.9 and {old:.2f} s on 0.7" in page("docs/benchmarks.md") and max(new, old) < 0.3
 
 
 def test_the_noise_s_figures_are_the_record_s():
@@ -180,12 +180,6 @@ def test_the_noise_s_figures_are_the_record_s():
     said = f"Over {len(found)} cells of noise, spike and precision the true norm lay within the bound every time, "
     assert f"{said}at most at {100 * worst:.0f} % of it" in page("docs/method.md")
     assert not [row for row in found if unrepeatable.problems(row)]
-
-
-def test_the_share_of_worlds_that_are_right_is_the_record_s():
-    spiked = [row for row in record("worlds")["rows"] if row["status"] != "no spike"]
-    right = sum(not row["problems"] for row in spiked)
-    assert f"{right} of {len(spiked)} [worlds](#worlds) that spiked are right" in page("docs/benchmarks.md")
 
 
 def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
@@ -212,16 +206,6 @@ def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
 
 
 # ---- the demo's run in examples/
-
-
-def test_the_console_line_on_the_trackers_page_is_the_demo_s():
-    text = (ROOT / "docs/trackers.md").read_text()
-    shown = re.findall(r"^    gradloc: (.*)$", text, re.M)
-    assert shown == [announcement(EVENT), f"gradloc /runs/grpo/gradloc --event {EVENT.event_id}"]
-
-
-def test_the_number_that_stands_out_on_the_report_s_page_is_the_demo_s():
-    assert f'("{story.odd_number(EVENT.culprits[0])}")' in page("docs/report.md")
 
 
 def test_the_demo_s_page_is_right_about_its_run():

@@ -50,41 +50,13 @@ def words(text: str) -> int:
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
-def test_no_sentence_is_long():
+def test_no_sentence_is_long_and_half_of_them_are_short():
     found = [sentence for page in PAGES for sentence in sentences(page.read_text(encoding="utf-8"))]
     assert [sentence for sentence in found if words(sentence) > MAX_OF_A_SENTENCE] == []
-
-
-def test_half_of_all_sentences_are_short():
-    found = [sentence for page in PAGES for sentence in sentences(page.read_text(encoding="utf-8"))]
-    assert median(map(words, found)) <= MAX_MEDIAN
+    assert median(map(words, found)) <= MAX_MEDIAN and len(found) > 1000
 
 
 def test_all_pages_together_can_be_read():
     read = {str(page.relative_to(ROOT)): page for page in PAGES}
     counted = {name: words(without_code(page.read_text(encoding="utf-8"))) for name, page in read.items()}
     assert sum(counted[name] for name in counted.keys() - GENERATED) <= MAX_WORDS, counted
-
-
-def test_what_counts_as_a_sentence():
-    page = """# A heading is none.
-
-One sentence, e.g. this one, that
-goes on. `make test` is code. And [a link](x.md#y) counts as its text!
-
-| a table | is. None. |
-
-    code. is. None.
-
-- An item. And more
-  of it.
-- Another one
-"""
-    assert sentences(page) == [
-        "One sentence, e.g this one, that goes on.",
-        "`code` is code.",
-        "And a link counts as its text!",
-        "An item.",
-        "And more of it.",
-        "Another one",
-    ]

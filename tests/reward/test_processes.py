@@ -100,8 +100,7 @@ def ends_within(pid: int, limit_s: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("daemon", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["daemonic", "not"])
-def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(pool_module, daemon):
+def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(pool_module):
     compute = math_verify.compute_score
     assert compute(boxed(1), "1") == 1.0
     context = multiprocessing.get_context("fork")
@@ -111,7 +110,7 @@ def test_a_process_forked_from_one_with_a_pool_scores_with_workers_of_its_own(po
         scores = [compute(HANGING, "1", -1, 0.5)] + [compute(boxed(n), "1") for n in (1, 2)]
         theirs.send((scores, pool_module.counts(), list(pids(pool_module._pool))))
 
-    process = context.Process(target=score_in_child, daemon=daemon)
+    process = context.Process(target=score_in_child, daemon=True)
     process.start()
     assert ours.poll(30)
     scores, counts, workers = ours.recv()
