@@ -10,7 +10,6 @@ without the fault. Writes architectures.json.
 """
 
 import argparse
-import json
 import logging
 import math
 import tempfile
@@ -22,6 +21,7 @@ import torch
 import yaml
 
 import gradloc
+from lab.benchmarks.links import read_events
 from lab.output import write_json
 
 RESULTS = Path(__file__).parent / "results" / "architectures.json"
@@ -102,8 +102,7 @@ def train(family: str, worth: float = 1.0, rate: float = 1.0, folder: str = "", 
         optimizer.step()
         if number == SPIKE:
             weights = torch.cat([param.detach().flatten() for param in model.parameters()])
-    path = Path(folder) / "gradloc" / "events.jsonl"
-    events = [json.loads(line) for line in path.read_text().splitlines()] if folder and path.exists() else []
+    events = read_events(folder) if folder else []
     return Run(norms, weights, [event for event in events if event["step"]["global_step"] == SPIKE])
 
 

@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 import gradloc
 from lab.benchmarks.run import Record, about, finish, parser
+from lab.experiments import verdict
 from lab.output import table
 
 MODELS = ("gpt", "llama")
@@ -371,8 +372,7 @@ def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Re
 
 def read_events(folder: str) -> list[Record]:
     """Return the events that a watch wrote to this folder."""
-    path = Path(folder, "gradloc", "events.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return verdict.read_events(Path(folder, "gradloc", "events.jsonl"))
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:

@@ -7,7 +7,6 @@ without a package are a few lines of ours, from their papers; they are asked at 
 find. To add a tool, write a subclass of :class:`Tool` and list it in :data:`TOOLS`.
 """
 
-import json
 import math
 import shutil
 import statistics
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from lab.benchmarks.links import HEALTHY
+from lab.benchmarks.links import HEALTHY, read_events
 from lab.benchmarks.spikes.collection import Kind, Row
 
 
@@ -93,16 +92,12 @@ class GradLoc(Tool):
         return {"folder": str(self.folder)}
 
     def answer(self, run: Kind, spike: int) -> Answer:
-        path = self.folder / "gradloc" / "events.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        for event in map(json.loads, lines):
-            step = event["step"]["global_step"] - 1
-            if spike <= step <= spike + 1:
-                break
-        else:
+        steps = {event["step"]["global_step"] - 1: event for event in reversed(read_events(str(self.folder)))}
+        step = next((step for step in (spike, spike + 1) if step in steps), None)
+        if step is None:
             return Answer()
-        link = event["fault"]["at"]
-        culprits = event["culprits"]
+        event = steps[step]
+        link, culprits = event["fault"]["at"], event["culprits"]
         rows = [(each["micro_batch"], each["micro_batch_row"]) for each in culprits]
         tokens = [(*row, at) for row, each in zip(rows, culprits, strict=True) for at in each["positions"]]
         parameters = event["fault"]["parameters"] or ((event["cause"] or {}).get("names") or [])
