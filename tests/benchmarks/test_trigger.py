@@ -25,11 +25,11 @@ def test_a_spike_is_planted_on_steps_with_a_gradient_and_nothing_else_is_touched
 
 def test_a_rule_that_never_flags_misses_all_and_one_that_always_does_flags_all():
     entry, number = kind("4 mini-batches, ramp 1 to 3")
-    never = score_kind(entry, number, lambda: Multiple(factor=1e9), range(2))
-    always = score_kind(entry, number, lambda: Multiple(factor=0.0, warmup=1), range(2))
+    never = score_kind(entry, number, range(2), lambda: Multiple(factor=1e9))
+    always = score_kind(entry, number, range(2), lambda: Multiple(factor=0.0, warmup=1))
     assert never["false_flags"]["worst"] == 0 and never["missed_x10"]["mean"] == 100
     assert always["false_flags"]["mean"] == pytest.approx(4000, abs=5) and always["missed_x3"]["worst"] == 0
-    assert score_collapse(1.5, 2, 0, lambda: Multiple(factor=1e9), range(2))["unseen"]["median"] == 100
+    assert score_collapse(1.5, 2, 0, range(2), lambda: Multiple(factor=1e9))["unseen"]["median"] == 100
 
 
 def test_over_ten_times_the_median_is_counted_apart_from_the_others():

@@ -7,9 +7,9 @@
 Needs numpy; about ten minutes on one core. Writes trigger.json (every number, the seeds) and trigger.md.
 """
 
+import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -51,30 +51,22 @@ def measure(num_seeds: int, files: list[Path]) -> dict[str, Any]:
         num_seeds: number of generated series of each kind, with seeds 0, 1, ...
         files: real series.
     """
-    seeds, started = range(num_seeds), time.perf_counter()
-    collapses = [(growth, size) for growth in GROWTHS for size in MINI_BATCHES]
-    run: dict[str, Any] = {
-        "seeds": list(seeds),
-        "rules": list(RULES),
-        "real": [_real(path) for path in files],
-        "healthy": [],
-        "collapses": [],
-    }
+    seeds, collapses = range(num_seeds), list(itertools.product(GROWTHS, MINI_BATCHES))
+
+    def scored(score: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+        return {name: score(*given, make) for name, make in RULES.items()}
+
+    run: dict[str, Any] = {"seeds": list(seeds), "rules": list(RULES), "real": [], "healthy": [], "collapses": []}
+    for path in files:
+        found = json.loads(path.read_text())
+        rules = scored(score_real, [float(norm) for _, norm in found["series"]])
+        run["real"].append({"name": path.stem, "source": found.get("source", ""), "rules": rules})
     for number, (kind, series_of) in enumerate(tqdm(series.HEALTHY.items(), "kinds")):
-        scores = {name: score_kind(series_of, number, make, seeds) for name, make in RULES.items()}
-        run["healthy"].append({"name": kind, "rules": scores})
+        run["healthy"].append({"name": kind, "rules": scored(score_kind, series_of, number, seeds)})
     for number, (growth, size) in enumerate(tqdm(collapses, "collapses")):
-        scores = {name: score_collapse(growth, size, number, make, seeds) for name, make in RULES.items()}
-        run["collapses"].append({"growth": growth, "mini_batches": size, "after": series.NUM_AFTER, "rules": scores})
-    run["seconds"] = round(time.perf_counter() - started, 1)
+        rules = scored(score_collapse, growth, size, number, seeds)
+        run["collapses"].append({"growth": growth, "mini_batches": size, "after": series.NUM_AFTER, "rules": rules})
     return run
-
-
-def _real(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text())
-    norms = [float(norm) for _, norm in found["series"]]
-    scores = {name: score_real(norms, make) for name, make in RULES.items()}
-    return {"name": path.stem, "source": found.get("source", ""), "rules": scores}
 
 
 # ---- a rule on a series
@@ -93,7 +85,7 @@ def thresholds(rule: Rule, norms: np.ndarray) -> np.ndarray:
     return found
 
 
-def score_kind(kind: Maker, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict[str, Any]:
+def score_kind(kind: Maker, number: int, seeds: Sequence[int], make: Callable[[], Rule]) -> dict[str, Any]:
     """Return false flags on healthy series, and misses with planted spikes: median, mean and worst over seeds.
 
     False flags are flagged mini-batches per 1,000 trainer steps.
@@ -112,26 +104,25 @@ def score_kind(kind: Maker, number: int, make: Callable[[], Rule], seeds: Sequen
     return {"false_flags": _summary(flags), **{f"missed_x{size}": _summary(values) for size, values in misses.items()}}
 
 
-def score_collapse(growth: float, size: int, number: int, make: Callable[[], Rule], seeds: Sequence[int]) -> dict:
+def score_collapse(growth: float, size: int, number: int, seeds: Sequence[int], make: Callable[[], Rule]) -> dict:
     """Measure how a rule reacts to a collapse.
 
-    ``unseen`` is the percentage of the collapse's norms over CAP times the healthy level that are not flagged,
-    ``blind`` of those without a threshold, ``back`` the number of steps until every position's threshold is within BACK
-    of its earlier median of 64 steps; NUM_AFTER + 1 if it never is.
+    ``unseen`` is the percentage of the collapse's norms over CAP times the healthy level that are not flagged, ``back``
+    the number of steps until every position's threshold is within BACK of its earlier median of 64 steps; NUM_AFTER + 1
+    if it never is.
     """
     first, last = series.NUM_HEALTHY, series.NUM_HEALTHY + series.GROWING
-    unseen, blind, back = [], [], []
+    unseen, back = [], []
     for seed in seeds:
         norms = series.collapse(np.random.default_rng([1000 + number, seed]), growth, size)
         found = thresholds(make(), norms)
         during, limit = norms[first:last], found[first:last]
         is_high = during > CAP
         unseen.append(100 * (~(during > limit))[is_high].mean())
-        blind.append(100 * np.isnan(limit)[is_high].mean())
         usual = np.nanmedian(found[first - 64 : first], axis=0)
         is_back = (np.abs(np.log(found[last + 1 :] / usual)) < np.log(BACK)).all(axis=1)
         back.append(1 + int(is_back.argmax()) if is_back.any() else series.NUM_AFTER + 1)
-    return {"unseen": _summary(unseen), "blind": _summary(blind), "back": _summary(back)}
+    return {"unseen": _summary(unseen), "back": _summary(back)}
 
 
 def score_real(norms: Sequence[float], make: Callable[[], Rule]) -> dict[str, int]:
@@ -160,52 +151,33 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 def markdown(run: dict[str, Any]) -> str:
     """Return all tables of a record."""
-    rules, healthy = run["rules"], run["healthy"]
-    parts = []
+    rules, parts = run["rules"], list[str]()
     if run["real"]:
-        rows = _real_rows(run["real"], rules)
+        rows = [_real_row(entry, rules) for entry in run["real"]]
         parts += ["### Real series", table([["series", "norms", "over 10 x", *rules], *rows])]
-    head = ["series", *rules]
-    parts += [
-        "### False flags per 1,000 healthy steps",
-        table([head, *_healthy(healthy, rules, "false_flags")]),
-    ]
-    for size in (10, 3, 100):
-        parts += [
-            f"### Spikes of x {size} missed, in %",
-            table([head, *_healthy(healthy, rules, f"missed_x{size}")]),
-        ]
-    rows = _collapses(run["collapses"], rules)
+    titles = {"false_flags": "False flags per 1,000 healthy steps"}
+    titles |= {f"missed_x{size}": f"Spikes of x {size} missed, in %" for size in (10, 3, 100)}
+    for name, title in titles.items():
+        rows = [[entry["name"], *(_cell(entry["rules"][rule][name]) for rule in rules)] for entry in run["healthy"]]
+        parts += [f"### {title}", table([["series", *rules], *rows])]
+    rows = [_collapse_row(entry, rules) for entry in run["collapses"]]
     parts += ["### Collapses", table([["growth a step", "mini-batches", *rules], *rows])]
     return "\n\n".join(parts)
 
 
-def _real_rows(entries: list[dict], rules: list[str]) -> list[list[str]]:
-    rows = []
-    for entry in entries:
-        first = entry["rules"][rules[0]]
-        cells = [
-            f"{counted['missed']} missed, {100 * counted['flagged'] / counted['others']:.1f} % flagged"
-            for counted in (entry["rules"][rule] for rule in rules)
-        ]
-        rows.append([entry["name"], str(first["over"] + first["others"]), str(first["over"]), *cells])
-    return rows
+def _real_row(entry: dict[str, Any], rules: list[str]) -> list[str]:
+    counts = [entry["rules"][rule] for rule in rules]
+    cells = [f"{each['missed']} missed, {100 * each['flagged'] / each['others']:.1f} % flagged" for each in counts]
+    return [entry["name"], str(counts[0]["over"] + counts[0]["others"]), str(counts[0]["over"]), *cells]
 
 
-def _healthy(entries: list[dict], rules: list[str], name: str) -> list[list[str]]:
-    return [[entry["name"], *(_cell(entry["rules"][rule][name]) for rule in rules)] for entry in entries]
-
-
-def _collapses(entries: list[dict], rules: list[str]) -> list[list[str]]:
-    rows = []
-    for entry in entries:
-        cells = []
-        for counted in (entry["rules"][rule] for rule in rules):
-            back = counted["back"]["median"]
-            after = f"back after {back:g}" if back <= entry["after"] else f"not back in {entry['after']}"
-            cells.append(f"{counted['unseen']['median']:.0f} % unseen, {after}")
-        rows.append([f"x {entry['growth']:g}", str(entry["mini_batches"]), *cells])
-    return rows
+def _collapse_row(entry: dict[str, Any], rules: list[str]) -> list[str]:
+    cells = []
+    for found in (entry["rules"][rule] for rule in rules):
+        back = found["back"]["median"]
+        after = f"back after {back:g}" if back <= entry["after"] else f"not back in {entry['after']}"
+        cells.append(f"{found['unseen']['median']:.0f} % unseen, {after}")
+    return [f"x {entry['growth']:g}", str(entry["mini_batches"]), *cells]
 
 
 def _cell(summary: dict[str, float]) -> str:
