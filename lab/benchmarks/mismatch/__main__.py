@@ -5,35 +5,46 @@ python -m lab.benchmarks.mismatch.tiny TINY
 python -m lab.benchmarks.mismatch.forwards TINY POOL.npz --seed 20 --text-rate 2e-3 --policy-rate 1.5e-4
 python -m lab.benchmarks.mismatch POOL.npz [POOL.npz ...] --clean SMOLLM2_POOL.npz -o RECORD.json
 python -m lab.benchmarks.mismatch --kinds            # the table of the kinds
+python -m lab.benchmarks.mismatch POOL.npz --picture docs/mismatch.png
 """
 
 import argparse
+import itertools
 import json
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import numpy as np
 
 from gradloc.mismatch import KINDS as TABLE
 from gradloc.mismatch import judge
+from lab.output import table, write_json
 
-from .cases import KINDS, Maker
+from .cases import KINDS, PRECISIONS, Maker
 
-
-def confusion(pools: list[Path], cases: int, seed: int) -> dict[str, dict[str, int]]:
-    """Return true kind -> name -> number of batches."""
-    found = {}
-    for kind in KINDS:
-        made = [Maker(pools[case % len(pools)], seed + case) for case in range(cases)]
-        found[kind] = dict(Counter(judge(getattr(maker, kind)().columns()).name for maker in made).most_common())
-    return found
+RANGE = 1.5  # nats of a picture
 
 
-def pairs(pools: list[Path], cases: int, seed: int) -> dict[str, dict[str, int]]:
-    """Return true pair -> names -> number of batches."""
-    found: dict[str, Counter] = {}
+def counted(draws: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """Return true kind -> name given -> number of batches, of pairs of both."""
+    found: dict[str, Counter[str]] = {}
+    for true, name in draws:
+        found.setdefault(true, Counter())[name] += 1
+    return {true: dict(names.most_common()) for true, names in found.items()}
+
+
+def kinds(pool: Callable[[int], Maker], cases: int) -> Iterator[tuple[str, str]]:
+    """Yield each kind and its verdict, in batches with one kind of fault."""
+    for kind, case in itertools.product(KINDS, range(cases)):
+        yield kind, judge(getattr(pool(case), kind)().columns()).name
+
+
+def pairs(pool: Callable[[int], Maker], cases: int) -> Iterator[tuple[str, str]]:
+    """Yield the true pair and the verdict, in batches with two kinds at once."""
     for case in range(cases):
-        rows, true = Maker(pools[case % len(pools)], seed + case).two()
-        found.setdefault(" + ".join(sorted(true)), Counter())[judge(rows.columns()).name] += 1
-    return {name: dict(found[name].most_common()) for name in sorted(found)}
+        rows, true = pool(case).two()
+        yield " + ".join(sorted(true)), judge(rows.columns()).name
 
 
 def outcome(found: dict[str, dict[str, int]]) -> dict[str, int]:
@@ -47,70 +58,94 @@ def outcome(found: dict[str, dict[str, int]]) -> dict[str, int]:
     return {name: counts[name] for name in ("two", "cannot tell", "one of the two", "another")}
 
 
-def clean(pool: Path, cases: int, seed: int) -> dict[str, dict[str, int]]:
-    """Return precisions of the two forwards -> name -> number of batches without a fault."""
-    pairs = {
-        "float32, two kernels": ("f32_eager_main_1", "f32_main_1"),
-        "bfloat16, decode with a cache and whole rows": ("rollout_main_1", "bf16_main_1"),
-        "bfloat16, two kernels": ("bf16_eager_main_1", "bf16_main_1"),
-        "bfloat16 and float32": ("rollout_main_1", "f32_main_1"),
-        "float16 and bfloat16": ("fp16_main_1", "bf16_main_1"),
-        "float16 and float32": ("fp16_main_1", "f32_main_1"),
-    }
-    found: dict[str, Counter] = {}
+def clean(pool: Callable[[int], Maker], cases: int) -> Iterator[tuple[str, str]]:
+    """Yield the precisions of the two forwards and the verdict, in batches without a fault."""
     for case in range(cases):
-        maker = Maker(pool, seed + case)
-        there = {name: pair for name, pair in pairs.items() if set(pair) <= maker.pool.keys()}
-        name = list(there)[case % len(there)]
-        found.setdefault(name, Counter())[judge(maker.healthy(*there[name]).columns()).name] += 1
-    return {name: dict(found[name]) for name in sorted(found)}
+        maker = pool(case)
+        there = [name for name, pair in PRECISIONS.items() if set(pair) <= maker.pool.keys()]
+        name = there[case % len(there)]
+        yield name, judge(maker.healthy(*PRECISIONS[name]).columns()).name
 
 
 def kinds_table() -> list[str]:
     """Return the table of the kinds for docs/mismatch.md."""
-    rows = [f"| {name.replace('_', ' ')} | {k.shows} | {k.helps} | {k.threads} |" for name, k in TABLE.items()]
-    return ["| kind | fingerprint | what helps | public threads |", "| --- | --- | --- | --- |", *rows]
+    rows = [(name.replace("_", " "), k.shows, k.helps, k.threads) for name, k in TABLE.items()]
+    return table([("kind", "fingerprint", "what helps", "public threads"), *rows]).splitlines()
 
 
 def markdown(record: dict) -> list[str]:
     """Return the table of results for docs/mismatch.md."""
-    names = [*KINDS]
-    lines = ["| true kind | named right | otherwise named |", "| --- | --- | --- |"]
-    for kind in names:
+    rows = [("true kind", "named right", "otherwise named")]
+    for kind in KINDS:
         found = record["kinds"][kind]
         others = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.items() if name != kind)
-        lines.append(f"| {kind.replace('_', ' ')} | {found.get(kind, 0)} of {sum(found.values())} | {others or '–'} |")
-    return lines
+        rows.append((kind.replace("_", " "), f"{found.get(kind, 0)} of {sum(found.values())}", others or "–"))
+    return table(rows).splitlines()
+
+
+def picture(pool: Path, target: Path) -> None:
+    """Draw each kind's fingerprint in one batch, with bfloat16's noise."""
+    from matplotlib.figure import Figure
+
+    from gradloc.report.figures.palette import LIGHT
+    from gradloc.report.figures.style import dress
+
+    figure = Figure(figsize=(12, 7.6), layout="constrained")
+    spots = figure.subplots(3, 4, sharex=True, sharey=True).ravel()
+    for axes, kind in itertools.zip_longest(spots, KINDS):
+        if kind is None:
+            axes.set_axis_off()
+            continue
+        maker = Maker(pool, seed=31)
+        found = (maker.healthy() if kind == "noise" else getattr(maker, kind)()).columns()
+        d = np.clip(np.nan_to_num(found.difference, nan=-RANGE), -RANGE, RANGE)
+        axes.scatter(found.trainer, d, s=3, color=LIGHT.calm, alpha=0.35, linewidths=0)
+        axes.axhline(0, color=LIGHT.muted, linewidth=0.8)
+        axes.set(title=TABLE[kind].title, xlim=(-12, 0.3), ylim=(-1.05 * RANGE, 1.05 * RANGE))
+    figure.supxlabel("trainer's log-prob, nats")
+    figure.supylabel("trainer minus rollout, nats (cut at ±1.5)")
+    dress(figure, "The fingerprints")
+    figure.savefig(target, dpi=80)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "pools", type=Path, nargs="*", metavar="POOL", help="of seeds that the rules were not made with"
-    )
-    parser.add_argument("--kinds", action="store_true", help="print the table of the kinds, and end")
-    parser.add_argument("--clean", type=Path, nargs="*", default=[], metavar="POOL", help="for batches without a fault")
-    parser.add_argument("--cases", type=int, default=100, help="batches of each kind")
-    parser.add_argument("--batches", type=int, default=500, help="batches without a fault")
-    parser.add_argument("--seed", type=int, default=10_000)
-    parser.add_argument("-o", "--output", type=Path)
+    add = parser.add_argument
+    add("pools", type=Path, nargs="*", metavar="POOL", help="of seeds that the rules were not made with")
+    add("--clean", type=Path, nargs="*", default=[], metavar="POOL", help="for batches without a fault")
+    add("--cases", type=int, default=100, help="batches of each kind")
+    add("--batches", type=int, default=500, help="batches without a fault")
+    add("--seed", type=int, default=10_000)
+    add("-o", "--output", type=Path)
+    add("--kinds", action="store_true", help="print the table of the kinds, and end")
+    add("--picture", type=Path, help="draw each kind's fingerprint from the first pool, and end")
     args = parser.parse_args()
+    if not args.pools and not args.kinds:
+        parser.error("name a pool, or --kinds")
     if args.kinds:
         print("\n".join(kinds_table()))
         return
-    if not args.pools:
-        parser.error("name a pool, or --kinds")
+    if args.picture:
+        picture(args.pools[0], args.picture)
+        return
+
+    def faulty(case: int) -> Maker:
+        return Maker(args.pools[case % len(args.pools)], args.seed + case)
+
     record = {
         "cases": args.cases,
-        "kinds": confusion(args.pools, args.cases, args.seed),
-        "pairs": pairs(args.pools, 3 * args.cases, args.seed),
-        "clean": {pool.stem: clean(pool, args.batches, args.seed) for pool in args.clean},
+        "kinds": counted(kinds(faulty, args.cases)),
+        "pairs": dict(sorted(counted(pairs(faulty, 3 * args.cases)).items())),
+        "clean": {
+            path.stem: counted(clean(lambda case, path=path: Maker(path, args.seed + case), args.batches))
+            for path in args.clean
+        },
     }
     record["outcome_of_pairs"] = outcome(record["pairs"])
     print("\n".join(markdown(record)))
     print(json.dumps({name: record[name] for name in ("pairs", "outcome_of_pairs", "clean")}, indent=1))
     if args.output:
-        args.output.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        write_json(args.output, record)
 
 
 if __name__ == "__main__":

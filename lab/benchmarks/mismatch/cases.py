@@ -11,6 +11,15 @@ import numpy as np
 from gradloc.mismatch import Columns, columns
 
 SHORTEST = 40  # minimum tokens of a row
+PRECISIONS = {
+    "bfloat16, decode with a cache and whole rows": ("rollout_main_1", "bf16_main_1"),
+    "bfloat16 and float32": ("rollout_main_1", "f32_main_1"),
+    "bfloat16, two kernels": ("bf16_eager_main_1", "bf16_main_1"),
+    "float32, two kernels": ("f32_eager_main_1", "f32_main_1"),
+    "float16 and float32": ("fp16_main_1", "f32_main_1"),
+    "float16 and bfloat16": ("fp16_main_1", "bf16_main_1"),
+}
+"""Precisions of two forwards without a fault -> their columns in a pool."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +69,7 @@ class Maker:
         return Rows(b.astype(float), a.astype(float), mask, tokens, known)
 
     def noise(self) -> Rows:
-        pairs = [
-            ("rollout_main_1", "bf16_main_1"), ("rollout_main_1", "f32_main_1"), ("bf16_eager_main_1", "bf16_main_1"),
-            ("f32_eager_main_1", "f32_main_1"), ("fp16_main_1", "f32_main_1"), ("fp16_main_1", "bf16_main_1"),
-        ]  # fmt: skip
-        return self.healthy(*pairs[self.random.integers(len(pairs))])
+        return self.healthy(*[*PRECISIONS.values()][self.random.integers(len(PRECISIONS))])
 
     def truncated(self, rows: Rows | None = None) -> Rows:
         rows = rows or self.healthy()
