@@ -115,7 +115,7 @@ def patched_tree() -> Path:
     CACHE.mkdir(exist_ok=True)
     with open(CACHE / "patched.lock", "w") as lock:  # test processes run in parallel
         fcntl.flock(lock, fcntl.LOCK_EX)
-        made = ensure_patched_copy(sys.executable, VERL)
+        made = ensure_patched_copy(sys.executable)
         compileall.compile_dir(made / "verl", quiet=2)  # so that no process writes byte code into it
     return made
 

@@ -148,43 +148,40 @@ def supported_python() -> str:
     )
 
 
-def patched_copy(verl: str = DEFAULT_VERL) -> Path:
-    """Return the folder of the patched copy of a verl version, which may not exist yet.
+def patched_copy() -> Path:
+    """Return the folder of the patched copy of verl, which may not exist yet; its name has the patch's sha256.
 
     Raises:
-        ExperimentError: if there is no patch for that version.
+        ExperimentError: if there is no patch.
     """
     if not MANIFEST.is_file():
         raise ExperimentError(
             f"{MANIFEST} is missing, so there is no patch to apply: make it with\n    bash {REPO / 'make_patch.sh'}"
         )
-    patches = {entry["base"].removeprefix("v"): entry for entry in json.loads(MANIFEST.read_text())["patches"]}
-    if verl not in patches:
-        raise ExperimentError(f"there is no patch for verl {verl}: there is one for {', '.join(patches)}.")
-    return CACHE / f"verl-{patches[verl]['sha256'][:12]}"
+    (patch,) = json.loads(MANIFEST.read_text())["patches"]
+    return CACHE / f"verl-{patch['sha256'][:12]}"
 
 
-def ensure_patched_copy(python: str, verl: str = DEFAULT_VERL) -> Path:
-    """Return the folder of `patched_copy(verl)`, which is made if need be.
+def ensure_patched_copy(python: str) -> Path:
+    """Return the folder of `patched_copy()`, which is made if need be.
 
     Args:
         python: an interpreter with pip, which fetches verl's source archive.
-        verl: the version.
 
     Raises:
         ExperimentError: if verl cannot be fetched or the patch does not apply.
     """
-    target = patched_copy(verl)
+    target = patched_copy()
 
     def fill(folder: Path) -> None:
         shutil.copytree(base, folder, dirs_exist_ok=True)
         apply = [python, str(REPO / "apply_patch.py"), "--repo", str(folder)]
-        output_of(apply, f"the patch could not be applied to verl {verl}")
+        output_of(apply, f"the patch could not be applied to verl {DEFAULT_VERL}")
 
     if not target.is_dir():
-        report(f"getting verl {verl} and patching a copy of it")
-        fetch = ["bash", str(REPO / "make_patch.sh"), "--base-tree", f"v{verl}"]
-        base = output_of(fetch, f"verl {verl} could not be fetched")
+        report(f"getting verl {DEFAULT_VERL} and patching a copy of it")
+        fetch = ["bash", str(REPO / "make_patch.sh"), "--base-tree", f"v{DEFAULT_VERL}"]
+        base = output_of(fetch, f"verl {DEFAULT_VERL} could not be fetched")
         make_whole(target, fill)
     return target
 

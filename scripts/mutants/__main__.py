@@ -26,7 +26,6 @@ from forks import OUTPUT, Chosen, Traced, copied, in_copies, run_tests
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".gradloc" / "mutants"
 RECORD = ROOT / "lab" / "benchmarks" / "results" / "mutants.json"
-BY_HAND = ROOT / "tests" / "data" / "mutants.json"
 SEED, SAMPLE, WORKERS = 20, 900, 2
 
 SOURCES = [
@@ -119,21 +118,6 @@ def population() -> list[Mutant]:
     return [mutant for name in files_in(SOURCES, "*.py") for mutant in mutants_of(name, (ROOT / name).read_bytes())]
 
 
-def by_hand() -> list[Mutant]:
-    """Return earlier survivors, identified by the text that they replace."""
-    found = []
-    for entry in json.loads(BY_HAND.read_text()):
-        file, before = entry["file"], entry["before"]
-        source = (ROOT / file).read_text()
-        if source.count(before) != 1:
-            raise SystemExit(f"{BY_HAND}: {file} has {source.count(before)} times {before!r}, not once")
-        start = len(source[: source.index(before)].encode())
-        line = source[: source.index(before)].count("\n") + 1
-        span = (start, start + len(before.encode()))
-        found.append(Mutant(file, entry["was"], line, line + before.count("\n"), span, before, entry["after"]))
-    return found
-
-
 def tried(folder: Path, mutant: Mutant, source: bytes, groups: list[dict[str, float]]) -> tuple[str, dict[str, Any]]:
     """Return the mutant's name, and what killed it: a test, or "time"; None if it survives."""
     found: dict[str, Any] = {"killed_by": None, "note": "" if groups else "no test reaches it"}
@@ -155,7 +139,7 @@ def tried(folder: Path, mutant: Mutant, source: bytes, groups: list[dict[str, fl
     return mutant.name, found
 
 
-def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: dict[str, Any]) -> None:
+def write_record(places: int, sample: list[Mutant], known: dict[str, Any]) -> None:
     """Write the record; handwritten notes on equivalent survivors are kept."""
     before = json.loads(RECORD.read_text())["survivors"] if RECORD.exists() else []
     whys = {entry["name"]: entry["equivalent"] for entry in before}
@@ -167,10 +151,11 @@ def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: d
         count = rooms.setdefault("/".join(mutant.file.split("/")[:2]), [0, 0])
         count[0] += mutant not in lived
         count[1] += mutant not in equivalent
-
-    def facts(mutant: Mutant) -> dict[str, Any]:
-        return {"at": f"{mutant.file}:{mutant.line}", "before": mutant.before, "after": mutant.after}
-
+    survivors = [
+        {"at": f"{m.file}:{m.line}", "before": m.before, "after": m.after, "note": known[m.name]["note"]}
+        | {"equivalent": whys.get(m.name, ""), "name": m.name}
+        for m in lived
+    ]
     counted, killed = len(tried) - len(equivalent), len(tried) - len(lived)
     record = {
         "seed": SEED,
@@ -180,11 +165,7 @@ def write_record(places: int, sample: list[Mutant], hand: list[Mutant], known: d
         "share": round(killed / max(counted, 1), 4),
         "by_time": sum(known[mutant.name]["killed_by"] == "time" for mutant in tried),
         "killed_and_counted_by_room": rooms,
-        "by_hand": [{**facts(m), "was": m.where, "killed_by": known.get(m.name, {}).get("killed_by")} for m in hand],
-        "survivors": [
-            {**facts(m), "note": known[m.name]["note"], "equivalent": whys.get(m.name, ""), "name": m.name}
-            for m in lived
-        ],
+        "survivors": survivors,
     }
     RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     print(f"{killed} of {counted} killed, {killed / max(counted, 1):.1%}; {len(equivalent)} change nothing: {RECORD}")
@@ -207,20 +188,20 @@ def main() -> None:
     tests = traced(folders)
     kept = STATE / "results.json"
     known = json.loads(kept.read_text()) if kept.exists() else {}
-    places, hand = population(), by_hand()
+    places = population()
     ranked = sorted(places, key=lambda mutant: mutant.rank(SEED))
     sample = list(islice((m for m in ranked if m.is_code((ROOT / m.file).read_bytes())), options.first))
     if options.again:
         known = {name: found for name, found in known.items() if found["killed_by"]}
     with contextlib.suppress(KeyboardInterrupt):  # the tried mutants are kept
-        rest = [mutant for mutant in (*hand, *sample) if mutant.name not in known]
+        rest = [mutant for mutant in sample if mutant.name not in known]
         sources = {
             mutant.file: (ROOT / mutant.file).read_bytes() for mutant in rest
         }  # the working tree may be edited meanwhile
         for name, found in in_copies(folders, tried, [(m, sources[m.file], chosen(m, tests)) for m in rest]):
             known[name] = found
             kept.write_text(json.dumps(known))
-    write_record(len(places), sample, hand, known)
+    write_record(len(places), sample, known)
 
 
 if __name__ == "__main__":
