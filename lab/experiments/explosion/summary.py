@@ -60,28 +60,9 @@ class Reading:
         """The largest norm of each step's mini-batches, before anything was clipped."""
         return {step: metrics["actor/grad_norm_max"] for step, metrics in self.steps.items()}
 
-    @property
-    def typical_norm(self) -> float:
-        """The median of the norms before anything was planted."""
-        first = self.planted[0]["step"]
-        return float(np.median([norm for step, norm in self.norms.items() if step < first]))
-
-    @property
-    def moved(self) -> float:
-        """L2 distance between the first and the last weights."""
-        return distance(self.weights[-1], self.weights[0])
-
-    @property
-    def moved_at_the_spike(self) -> float:
-        """L2 distance that the spike's step and the next one moved the weights."""
-        spike = self.planted[-1]["step"]
-        # the first weights are those before step 1
-        return distance(self.weights[min(spike + 1, len(self.weights) - 1)], self.weights[spike - 1])
-
-    @property
-    def moved_lately(self) -> float:
-        """L2 distance that the last `LAST_STEPS` steps moved the weights."""
-        return distance(self.weights[-1], self.weights[-1 - LAST_STEPS])
+    def moved(self, first: int, last: int) -> float:
+        """Return the L2 distance between the weights after two steps, which may count from the end."""
+        return distance(self.weights[last], self.weights[first])
 
     def event_at(self, step: int) -> dict | None:
         """Return the event of a step, or None."""
@@ -133,12 +114,6 @@ def read_rewards(folder: Path) -> dict[str, float]:
     return {question: float(np.mean(scores)) for question, scores in by_question.items()}
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Return the mean of independent values and its standard error, which is NaN for one value."""
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return float(np.mean(values)), error
-
-
 # ---- the table and the plot
 
 
@@ -159,18 +134,20 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
 def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
     """Return one run's cells by column."""
     warning, spike = (entry["step"] for entry in reading.planted)
-    event = reading.event_at(spike)
+    before = [norm for step, norm in reading.norms.items() if step < warning]
+    event, last = reading.event_at(spike), len(reading.weights) - 1
     against = away = at_the_spike = lately = "-"
     if twin is not None:
-        against = "{:+.2f} ± {:.2f}".format(*gain(reading, twin))
-        away = f"{distance(reading.weights[-1], twin.weights[-1]) / twin.moved:.0%}"
-        at_the_spike = f"{reading.moved_at_the_spike / twin.moved_at_the_spike:.0%}"
-        lately = f"{reading.moved_lately / twin.moved_lately:.0%}"
+        gains = [mean - twin.rewards[question] for question, mean in reading.rewards.items()]
+        against = "{:+.2f} ± {:.2f}".format(*mean_and_error(gains))
+        away = f"{distance(reading.weights[-1], twin.weights[-1]) / twin.moved(0, -1):.0%}"
+        spans = (spike - 1, min(spike + 1, last)), (-1 - LAST_STEPS, -1)
+        at_the_spike, lately = (f"{reading.moved(*span) / twin.moved(*span):.0%}" for span in spans)
     return {
         "arm": reading.name,
         "final reward": "{:.2f} ± {:.2f}".format(*mean_and_error(list(reading.rewards.values()))),
         "against twin": against,
-        "norm before": number(reading.typical_norm),
+        "norm before": number(float(np.median(before))),
         "warning": number(reading.norms[warning]),
         "spike": number(reading.norms[spike]),
         "done at the spike": done(reading, spike),
@@ -182,9 +159,10 @@ def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
     }
 
 
-def gain(reading: Reading, twin: Reading) -> tuple[float, float]:
-    """Return the mean difference of the final reward from the twin's over questions, and its error."""
-    return mean_and_error([mean - twin.rewards[key] for key, mean in reading.rewards.items()])
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return the mean of independent values and its standard error, which is NaN for one value."""
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(np.mean(values)), error
 
 
 def done(reading: Reading, step: int) -> str:
@@ -207,23 +185,17 @@ def done(reading: Reading, step: int) -> str:
 
 
 def named(reading: Reading, step: int) -> str:
-    """Describe a step's first culprit."""
+    """Describe a step's first culprit; "as planted" if the event names exactly the stale tokens."""
     event = reading.event_at(step)
     if event is None or not event["culprits"]:
         return "no event" if event is None else "no culprit"
     planted = next(entry for entry in reading.planted if entry["step"] == step)
-    culprit = event["culprits"][0]
-    ratio = math.exp(culprit["values"]["log_prob"] - culprit["values"]["old_log_prob_used"])
-    said = f"{culprit['cause']['label']}, ratio {number(ratio)}"
-    return f"{said}, as planted" if is_as_planted(event, planted) else said
-
-
-def is_as_planted(event: dict, planted: dict) -> bool:
-    """Return whether the event names exactly the stale tokens."""
-    culprits = event["culprits"]
-    positions = sorted(position for culprit in culprits for position in culprit["positions"])
+    first, culprits = event["culprits"][0], event["culprits"]
+    ratio = math.exp(first["values"]["log_prob"] - first["values"]["old_log_prob_used"])
+    places = sorted((each["sequence_id"], position) for each in culprits for position in each["positions"])
     sequence = f"{planted['uid']}:{planted['rollout_index']}"
-    return positions == planted["positions"] and all(culprit["sequence_id"] == sequence for culprit in culprits)
+    said = f"{first['cause']['label']}, ratio {number(ratio)}"
+    return f"{said}, as planted" if places == [(sequence, at) for at in planted["positions"]] else said
 
 
 def number(value: float | None) -> str:
