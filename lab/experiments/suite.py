@@ -230,8 +230,8 @@ def read_steps(folder: Path, name: str) -> dict[int, dict]:
 
 
 def table_of(rows: list[dict[str, str]]) -> Table:
-    """Return a table of rows that map a column's name to its cell; at least one row."""
-    return [list(rows[0]), *(list(row.values()) for row in rows)]
+    """Return a table of rows that map a column's name to its cell; an empty one of none."""
+    return [list(rows[0] if rows else ()), *(list(row.values()) for row in rows)]
 
 
 def as_text(table: Table) -> str:

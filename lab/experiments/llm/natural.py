@@ -22,12 +22,6 @@ from lab.experiments.llm.wild import NORM, REWARD, cause, finite, largest, numbe
 MODES = ("observe", "mask", "skip", "heal", "twin")
 KINDS = ("one token", "a few", "whole answers", "nothing")
 """Kinds of what an event names."""
-MADE_OF = ["arm", "runs", "events", *KINDS, "causes", "explained", "shares trusted"]
-MADE_OF += ["the largest: p when sampled", "ratio", "updates a search: median", "most"]
-CHANGED = ["arm", "seed", *(f"{what}: {mode}" for what in ("largest norm", "last reward") for mode in MODES)]
-EVENTS = ["arm", "seed", "step", "norm / threshold", "named", "largest", "p: old, now", "ratio", "advantage", "share"]
-EVENTS += ["cause", "closure", "norm without", "certificate", "updates"]
-CURED = ["arm", "events", "healed", "the setting measured first", "norm under it / threshold", "not healed"]
 LEGEND = "The first table and the last: of runs that observe. updates: the search's passes, in steps of the trainer."
 
 
@@ -96,32 +90,34 @@ def probability(log_prob: Any) -> float | None:
 
 def made_of(data: dict[str, Any]) -> suite.Table:
     """Return a row for each arm, over its seeds, and one for all, from the runs that observe."""
-    observed = [event for event in data["events"] if event["mode"] == MODES[0]]
     runs = Counter(run["arm"] for run in data["runs"] if run["mode"] == MODES[0])
-    lines = [
-        made_of_line(arm, count, [event for event in observed if event["arm"] == arm]) for arm, count in runs.items()
-    ]
-    return [MADE_OF, *lines, made_of_line("all", runs.total(), observed)]
+    lines = [made_of_line(arm, count, observed(data, arm)) for arm, count in runs.items()]
+    return suite.table_of([*lines, made_of_line("all", runs.total(), observed(data))])
 
 
-def made_of_line(arm: str, num_runs: int, found: list[dict]) -> list[str]:
-    kinds = Counter(kind(event) for event in found)
-    causes = Counter(event["cause"] for event in found).most_common()
+def observed(data: dict[str, Any], arm: str | None = None) -> list[dict]:
+    """Return the events of the runs that observe, of one arm or of all."""
+    return [event for event in data["events"] if event["mode"] == MODES[0] and arm in (None, event["arm"])]
+
+
+def made_of_line(arm: str, num_runs: int, found: list[dict]) -> dict[str, str]:
+    kinds, causes = Counter(map(kind, found)), Counter(event["cause"] for event in found)
     measured = [event for event in found if event["closure"] is not None]
     largest = [event["largest"] for event in found if event["largest"]]
-    return [
-        arm,
-        str(num_runs),
-        str(len(found)),
-        *(str(kinds[name]) for name in KINDS),
-        ", ".join(f"{count} {label}" for label, count in causes) or "-",
-        str(sum(event["verdict"] == "explained" for event in found)),
-        f"{sum(bool(event['is_trusted']) for event in measured)} of {len(measured)}",
-        spread(token["p"][0] for token in largest),
-        spread(token["ratio"] for token in largest),
-        spread((event["updates"] for event in found), statistics.median),
-        spread((event["updates"] for event in found), max),
-    ]
+    updates = [event["updates"] for event in found]
+    return {
+        "arm": arm,
+        "runs": str(num_runs),
+        "events": str(len(found)),
+        **{name: str(kinds[name]) for name in KINDS},
+        "causes": ", ".join(f"{count} {label}" for label, count in causes.most_common()) or "-",
+        "explained": str(sum(event["verdict"] == "explained" for event in found)),
+        "shares trusted": f"{sum(bool(event['is_trusted']) for event in measured)} of {len(measured)}",
+        "the largest: p when sampled": spread(token["p"][0] for token in largest),
+        "ratio": spread(token["ratio"] for token in largest),
+        "updates a search: median": spread(updates, statistics.median),
+        "most": spread(updates, max),
+    }
 
 
 def kind(event: dict) -> str:
@@ -134,14 +130,10 @@ def kind(event: dict) -> str:
     return one if sum(event["named"]) == 1 else few
 
 
-def spread(values: Iterable[float | None], of: Callable[[list[float]], float] | None = None) -> str:
-    """Format minimum, median and maximum of the known values, or only `of` them."""
+def spread(values: Iterable[float | None], *picks: Callable[[list[float]], float]) -> str:
+    """Format these picks of the known values: by default minimum, median and maximum."""
     known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    if of is not None:
-        return number(of(known))
-    return ", ".join(number(pick(known)) for pick in (min, statistics.median, max))
+    return ", ".join(number(pick(known)) for pick in picks or (min, statistics.median, max)) if known else "-"
 
 
 def changed(data: dict[str, Any]) -> suite.Table:
@@ -150,74 +142,71 @@ def changed(data: dict[str, Any]) -> suite.Table:
     for run in data["runs"]:
         by_place.setdefault((run["arm"], run["seed"]), {})[run["mode"]] = run
     lines = []
-    for (arm, seed), modes in by_place.items():
-        if modes.keys() == {MODES[0]}:
-            continue
-        runs = [modes.get(mode) for mode in MODES]
-        norms = [number(max(run["norms"])) if run else "-" for run in runs]
-        lines.append([arm, str(seed), *norms, *(number(run["rewards"][-1]) if run else "-" for run in runs)])
-    return [CHANGED, *lines]
+    for (arm, seed), runs in by_place.items():
+        if runs.keys() != {MODES[0]}:
+            norms = {mode: number(max(run["norms"])) for mode, run in runs.items()}
+            rewards = {mode: number(run["rewards"][-1]) for mode, run in runs.items()}
+            cells = {f"largest norm: {mode}": norms.get(mode, "-") for mode in MODES}
+            cells |= {f"last reward: {mode}": rewards.get(mode, "-") for mode in MODES}
+            lines.append({"arm": arm, "seed": str(seed), **cells})
+    return suite.table_of(lines)
 
 
 def events(data: dict[str, Any]) -> suite.Table:
     """Return a row for each event of the runs that observe."""
-    return [EVENTS, *(event_line(event) for event in data["events"] if event["mode"] == MODES[0])]
+    return suite.table_of([event_line(event) for event in observed(data)])
 
 
-def event_line(event: dict) -> list[str]:
-    largest = event["largest"]
-    closure = "-" if event["closure"] is None else f"{event['closure']:.3f}"
-    if event["closure_error"] is not None:
-        closure += f" ± {event['closure_error']:.3f}"
-    tokens = "nothing" if not event["named"] else f"{sum(event['named'])} in {event['answers']}"
-    return [
-        event["arm"],
-        str(event["seed"]),
-        str(event["step"]),
-        f"{number(event['norm'])} / {number(event['threshold'])}",
-        tokens,
-        f"`{largest['text']!r}`".replace("|", "\\|") if largest else "-",
-        ", ".join(map(number, largest["p"])) if largest else "-",
-        *(number(largest[key]) if largest else "-" for key in ("ratio", "advantage", "share")),
-        event["cause"],
-        closure,
-        number(event["norm_after"]),
-        event["verdict"],
-        number(event["updates"]),
-    ]
+def event_line(event: dict) -> dict[str, str]:
+    largest = event["largest"] or {"p": []}
+    error = "" if event["closure_error"] is None else f" ± {event['closure_error']:.3f}"
+    return {
+        "arm": event["arm"],
+        "seed": str(event["seed"]),
+        "step": str(event["step"]),
+        "norm / threshold": f"{number(event['norm'])} / {number(event['threshold'])}",
+        "named": f"{sum(event['named'])} in {event['answers']}" if event["named"] else "nothing",
+        "largest": f"`{largest['text']!r}`".replace("|", "\\|") if event["largest"] else "-",
+        "p: old, now": ", ".join(map(number, largest["p"])) or "-",
+        **{key: number(largest.get(key)) for key in ("ratio", "advantage", "share")},
+        "cause": event["cause"],
+        "closure": "-" if event["closure"] is None else f"{event['closure']:.3f}{error}",
+        "norm without": number(event["norm_after"]),
+        "certificate": event["verdict"],
+        "updates": number(event["updates"]),
+    }
 
 
 def cured(data: dict[str, Any]) -> suite.Table:
     """Return a row for each arm with cures, over its seeds: the settings measured, and which healed the step."""
     by_arm: dict[str, list[dict]] = {}
-    for event in data["events"]:
-        if event["mode"] == MODES[0] and "cures" in event:
+    for event in observed(data):
+        if "cures" in event:
             by_arm.setdefault(event["arm"], []).append(event)
-    return [CURED, *(cured_line(arm, found) for arm, found in by_arm.items())]
+    return suite.table_of([cured_line(arm, found) for arm, found in by_arm.items()])
 
 
-def cured_line(arm: str, found: list[dict]) -> list[str]:
-    measured = [
+def cured_line(arm: str, found: list[dict]) -> dict[str, str]:
+    first, under, left = Counter[str](), list[float](), list[str]()
+    for event in found:
+        measured = [cure for cure in event["cures"] if cure["forwards"]]
+        healed = next((cure for cure in event["cures"] if cure["verdict"] == "healed"), None)
         # the search ends with the setting that heals, so that one was measured last
-        sorted((cure for cure in event["cures"] if cure["forwards"]), key=lambda cure: cure["verdict"] == "healed")
-        for event in found
-    ]
-    first = Counter(cures[0]["name"] for cures in measured if cures).most_common()
-    healed = [next((cure for cure in event["cures"] if cure["verdict"] == "healed"), None) for event in found]
-    left = [
-        f"{event['seed']}/{event['step']}: {', '.join(cure['name'] for cure in cures) or 'none measured'}"
-        for event, cures, cure in zip(found, measured, healed, strict=True)
-        if cure is None
-    ]
-    under = [cure["norm_after"] / event["threshold"] for event, cure in zip(found, healed, strict=True) if cure]
-    return [
-        arm,
-        str(len(found)),
-        str(len(under)),
-        ", ".join(f"{count} {name}" for name, count in first) or "-",
-        spread(under),
-        "; ".join(left) or "-",
-    ]
+        measured.sort(key=lambda cure: cure["verdict"] == "healed")
+        first.update(cure["name"] for cure in measured[:1])
+        if healed:
+            under.append(healed["norm_after"] / event["threshold"])
+        else:
+            names = ", ".join(cure["name"] for cure in measured)
+            left.append(f"{event['seed']}/{event['step']}: {names or 'none measured'}")
+    return {
+        "arm": arm,
+        "events": str(len(found)),
+        "healed": str(len(under)),
+        "the setting measured first": ", ".join(f"{count} {name}" for name, count in first.most_common()) or "-",
+        "norm under it / threshold": spread(under),
+        "not healed": "; ".join(left) or "-",
+    }
 
 
 # ---- the figure
@@ -225,10 +214,9 @@ def cured_line(arm: str, found: list[dict]) -> list[str]:
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """Draw the figure of docs/natural-spikes.md: each event's norm with and without its culprits, its largest one."""
-    observed = [event for event in data["events"] if event["mode"] == MODES[0]]
     arms = list(dict.fromkeys(event["arm"] for event in data["events"]))
     with suite.figure(path, 11, 2) as (_, (steps, places)):
-        for index, event in enumerate(sorted(observed, key=lambda event: event["norm"])):
+        for index, event in enumerate(sorted(observed(data), key=lambda event: event["norm"])):
             color = f"C{arms.index(event['arm'])}"
             ends = (event["norm_after"] or event["norm"], event["norm"])
             steps.plot([index, index], ends, color=color, linewidth=1.2, alpha=0.6)
