@@ -16,8 +16,6 @@ from lab.experiments import suite
 from lab.experiments.verdict import read_events
 
 NORM, REWARD, LENGTH = "actor/grad_norm_max", "critic/score/mean", "response_length/mean"
-EVENT_COLUMNS = ["first event: norm / threshold", "named", "cause", "norm without", "certificate", "done"]
-"""Columns about a run's first event."""
 LEGEND = """\
 norm: of the gradient before clipping, the largest of a step's updates. reward: the mean of a step's rollouts, in the
 arm's own measure. tokens an answer: their mean in the first and the last step. named: how many tokens, in how many
@@ -41,7 +39,6 @@ def cells(folder: Path, cell: suite.Cell) -> dict[str, str]:
     norms = {step: float(data[NORM]) for step, data in steps.items()}
     rewards, lengths = ([data[name] for data in steps.values()] for name in (REWARD, LENGTH))
     worst = max(norms, key=lambda step: norms[step])
-    event_cells = cells_of_event(events[0]) if events else ["no event", *["-"] * (len(EVENT_COLUMNS) - 1)]
     return {
         "arm": cell["arm"],
         "seed": "config's" if cell["seed"] is None else str(cell["seed"]),
@@ -52,22 +49,25 @@ def cells(folder: Path, cell: suite.Cell) -> dict[str, str]:
         "reward: first, last": f"{number(rewards[0])}, {number(rewards[-1])}",
         "tokens an answer": f"{number(lengths[0])}, {number(lengths[-1])}",
         "events": str(len(events)),
-        **dict(zip(EVENT_COLUMNS, event_cells, strict=True)),
+        **cells_of_event(events[0] if events else None),
     }
 
 
-def cells_of_event(event: dict) -> list[str]:
-    """Return an event's cells, in the order of `EVENT_COLUMNS`."""
-    trigger, certificate, culprits = (event[key] for key in ("trigger", "certificate", "culprits"))
-    step = event["step"]["global_step"]
-    return [
-        f"step {step}: {number(trigger['grad_norm'])} / {number(trigger['threshold'])}",
-        named(culprits),
-        cause(event),
-        number(certificate["norm_after"]),
-        certificate["verdict"],
-        event["action"]["taken"],
-    ]
+def cells_of_event(event: dict | None) -> dict[str, str]:
+    """Return the cells of a run's first event by column."""
+    first = "first event: norm / threshold"
+    if event is None:
+        return {first: "no event", **dict.fromkeys(("named", "cause", "norm without", "certificate", "done"), "-")}
+    trigger, certificate = event["trigger"], event["certificate"]
+    norms = f"{number(trigger['grad_norm'])} / {number(trigger['threshold'])}"
+    return {
+        first: f"step {event['step']['global_step']}: {norms}",
+        "named": named(event["culprits"]),
+        "cause": cause(event),
+        "norm without": number(certificate["norm_after"]),
+        "certificate": certificate["verdict"],
+        "done": event["action"]["taken"],
+    }
 
 
 def named(culprits: list[dict]) -> str:
