@@ -32,6 +32,9 @@ class EngineSpace(GradientSpace):
     def reshard(self) -> None:
         """Nothing is gathered but by :meth:`publish`."""
 
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, param.detach()) for name, param in zip(self.names, self.params, strict=True)]
+
     def buffers(self) -> set[int]:
         """Return the addresses of the storages that the engine uses again for its next gradient."""
         raise NotImplementedError

@@ -17,7 +17,7 @@ import torch
 
 from ..core.step import Recorded
 from .forwarded import Graph, HeadCall, RecordedForward
-from .head import SMALL, chunks, logit_gradient
+from .head import SMALL, chunks, logit_gradient, logit_gradients
 from .step import LoopStep
 
 _SATURATED = 0.01  # of 1 - p: below it a coefficient is mostly rounding, and the others' median takes its place
@@ -155,8 +155,4 @@ def _logit_grad(output: torch.Tensor, asked: HeadGradient) -> torch.Tensor:
     if asked.labels is None or asked.parts is None:
         assert asked.logit_grad is not None
         return asked.logit_grad.to(output.dtype)
-    rows = output.detach().reshape(-1, output.shape[-1])
-    out = torch.empty_like(rows)
-    for part in chunks(len(rows), rows.shape[-1]):
-        out[part] = logit_gradient(rows[part], asked.labels[part], asked.parts[part]).to(out.dtype)
-    return out.view_as(output)
+    return logit_gradients(output.detach(), asked.labels, asked.parts)

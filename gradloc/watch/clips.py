@@ -224,10 +224,6 @@ def _settle(clipped: Any) -> Any:
     return clipped
 
 
-def _listed(parameters: Any) -> list[Any]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
 def _install() -> None:
     """Put ours around torch's functions, once in a process. Without a tap they do what they did."""
     if getattr(clip_grad, "_gradloc", False):
@@ -239,6 +235,25 @@ def _install() -> None:
         clip_grad.clip_grad_value_,
     )
 
+    def seen(
+        clip: Callable[[list[Any], Any], Any], parameters: Any, limit: float, norm: Any = None, order: float = 2.0
+    ) -> Any:
+        """Clip, and note it: by the norm of this order, or without a norm by value."""
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+        def made(own: list[Any]) -> Clip:
+            def again() -> Any:
+                found = total_norm([param.grad for param in own if param.grad is not None], order)
+                clip(own, found)
+                return found
+
+            is_known = norm is not None and order == 2.0
+            size = norm if is_known else total_norm([param.grad for param in own])
+            return Clip(own, float(limit), size, again, is_by_value=norm is None)
+
+        _note(listed, made)
+        return _settle(clip(listed, norm))
+
     @wraps(total_norm)
     def seen_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **given: Any) -> Any:
         _last_order[0] = float(norm_type)
@@ -246,34 +261,17 @@ def _install() -> None:
 
     @wraps(scale)
     def seen_scale(parameters: Any, max_norm: float, norm: Any, *args: Any, **given: Any) -> Any:
-        listed, order = _listed(parameters), _last_order[0]
+        def clip(params: list[Any], found: Any) -> Any:
+            return scale(params, max_norm, found, *args, **given)
 
-        def made(own: list[Any]) -> Clip:
-            def again() -> Any:
-                found = total_norm([param.grad for param in own if param.grad is not None], order)
-                scale(own, max_norm, found, *args, **given)
-                return found
-
-            size = norm if order == 2.0 else total_norm([param.grad for param in own])
-            return Clip(own, float(max_norm), size, again)
-
-        _note(listed, made)
-        return _settle(scale(listed, max_norm, norm, *args, **given))
+        return seen(clip, parameters, max_norm, norm, _last_order[0])
 
     @wraps(by_value)
     def seen_by_value(parameters: Any, clip_value: float, *args: Any, **given: Any) -> Any:
-        listed = _listed(parameters)
+        def clip(params: list[Any], _: Any) -> Any:
+            return by_value(params, clip_value, *args, **given)
 
-        def made(own: list[Any]) -> Clip:
-            def again() -> Any:
-                found = total_norm([param.grad for param in own if param.grad is not None])
-                by_value(own, clip_value, *args, **given)
-                return found
-
-            return Clip(own, float(clip_value), total_norm([param.grad for param in own]), again, is_by_value=True)
-
-        _note(listed, made)
-        return _settle(by_value(listed, clip_value, *args, **given))
+        return seen(clip, parameters, clip_value)
 
     for place in (clip_grad, torch.nn.utils):
         for ours in (seen_total_norm, seen_scale, seen_by_value):

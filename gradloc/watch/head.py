@@ -58,6 +58,15 @@ def logit_gradient(logits: torch.Tensor, labels: torch.Tensor, parts: torch.Tens
     return found.scatter_add_(-1, labels.unsqueeze(-1), c)
 
 
+def logit_gradients(logits: torch.Tensor, labels: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Return :func:`logit_gradient` of logits (..., V), in their own shape and dtype."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    out = torch.empty_like(rows)
+    for part in chunks(len(rows), rows.shape[-1]):
+        out[part] = logit_gradient(rows[part], labels[part], parts[part]).to(out.dtype)
+    return out.view_as(logits)
+
+
 class Fit(NamedTuple):
     """The recovered parts of the loss at each position."""
 

@@ -284,9 +284,6 @@ class MegatronSpace(EngineSpace):
                     group.grad_reduce_handle = None
             chunk.zero_grad_buffer()
 
-    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, param.detach()) for name, param in zip(self.names, self.params, strict=True)]
-
     def buffers(self) -> set[int]:
         return {
             buffer.grad_data.untyped_storage().data_ptr()

@@ -31,7 +31,7 @@ from ..core.step import Details, Outputs, Recorded, TrainingStep, only
 from ..loop.batch import NO_TOKEN, Rows, joined
 from .anew import TapRecorded, follow_weights, keep_first
 from .forwarded import Graph, RecordedForward, returned_log_probs
-from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradient, mixed, potentials
+from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradients, mixed, potentials
 from .rows import attention_mask, summaries
 from .step import LoopStep
 from .taps import ModelTap
@@ -469,12 +469,9 @@ class TapStep(LoopStep):
         """Return dL/dz from the parts of the loss; None where it has not that form."""
         if self.form != "log_probs" or batch.labels is None or batch.fit is None:
             return None
-        rows = output.detach().reshape(-1, output.shape[-1])
-        where, out = positions.reshape(-1), torch.empty_like(rows)
-        for part in chunks(len(rows), rows.shape[-1]):
-            labels = batch.labels.reshape(-1)[where[part]].clamp(0, rows.shape[-1] - 1)
-            out[part] = logit_gradient(rows[part], labels, batch.fit.parts[where[part]]).to(out.dtype)
-        return out.view_as(output)
+        where = positions.reshape(-1)
+        labels = batch.labels.reshape(-1)[where].clamp(0, output.shape[-1] - 1)
+        return logit_gradients(output.detach(), labels, batch.fit.parts[where])
 
     # ---- what the driver reads
 

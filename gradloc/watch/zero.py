@@ -200,9 +200,6 @@ class ZeroSpace(EngineSpace):
     def device(self) -> torch.device:
         return torch.device(self.zero.engine.device)
 
-    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, param.detach()) for name, param in zip(self.names, self.params, strict=True)]
-
     def buffers(self) -> set[int]:
         sharded = [self.zero.optimizer.grad_partitions_flat_buffer] if self.zero.is_sharded else []
         return {buffer.untyped_storage().data_ptr() for buffer in sharded}
