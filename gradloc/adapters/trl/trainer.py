@@ -104,7 +104,7 @@ class WatchedRewards(WatchedTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         if self._watch is None:
             return super()._compute_loss(model, inputs)
-        self._stage = self._watch.begin_stage(inputs["old_per_token_logps"]) if self._watch.lopti is not None else None
+        self._stage = self._watch.begin_stage(inputs)
         loss = super()._compute_loss(model, inputs)
         self._watch.keep_rollouts(inputs, self._stage)
         return loss

@@ -79,7 +79,7 @@ class TrainerWatch(Watch):
         self.note(mask=mask_of(inputs), ids=inputs["completion_ids"], advantages=inputs["advantages"])
         self.keep(inputs=inputs, stage=stage)
 
-    def begin_stage(self, old_log_probs: torch.Tensor) -> torch.Tensor | None:
+    def begin_stage(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         """Begin Lopti's stage of this micro-batch. Return its tokens, bool (B, T); None without Lopti.
 
         TRL's first pass over its rollouts is the first stage.
@@ -90,7 +90,7 @@ class TrainerWatch(Watch):
         is_first = self.trainer._step % (2 * steps) < steps
         is_low = is_first if self.lopti.eta > 0 else not is_first
         self.stage_name = "low" if is_low else "high"
-        return (old_log_probs.exp() < abs(self.lopti.eta)) == is_low
+        return (inputs["old_per_token_logps"].exp() < abs(self.lopti.eta)) == is_low
 
     def after_micro_batch(self, loss: torch.Tensor) -> None:
         """End a micro-batch, after its backward."""

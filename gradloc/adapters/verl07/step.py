@@ -98,14 +98,10 @@ class ActorStep(VerlStep, ActorLoss):
         return Details(self._old_log_prob(micro_batch), weights)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        return self.train_forward(micro_batch, needs_entropy)
+        return self._forward(self.loss_inputs(micro_batch), needs_entropy)
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
         return self._forward(self._inputs_of(rows))
-
-    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """Run training's forward, with a graph or without."""
-        return self._forward(self.loss_inputs(micro_batch), needs_entropy)
 
     def _forward(self, inputs: dict[str, Any], needs_entropy: bool = False) -> Outputs:
         has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0

@@ -188,11 +188,8 @@ class EngineStep(ActorLoss, ByRow):
         return self.engine._gradient_sync_context(is_last_micro_batch=is_last)
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        if torch.is_grad_enabled():
-            with resetting_offloading(self.engine):
-                return self.train_forward(micro_batch, needs_entropy)
-        with without_offloading():
-            return self.train_forward(micro_batch, needs_entropy)
+        with resetting_offloading(self.engine) if torch.is_grad_enabled() else without_offloading():
+            return self._forward(self._data(micro_batch), self.micro_batches[micro_batch].layout, needs_entropy)
 
     def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
         length = max(self.micro_batches[index].layout.length for index, _ in rows)
@@ -200,10 +197,6 @@ class EngineStep(ActorLoss, ByRow):
         data = parts[0] if len(parts) == 1 else tu.concat_tensordict(parts)
         with resetting_offloading(self.engine):
             return self._forward(data, Packing(data, torch.device(get_device_name()), length))
-
-    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """Run verl's forward, with a graph or without."""
-        return self._forward(self._data(micro_batch), self.micro_batches[micro_batch].layout, needs_entropy)
 
     def _forward(self, data: Any, layout: Packing, needs_entropy: bool = False) -> Outputs:
         kept: dict[str, torch.Tensor] = {}

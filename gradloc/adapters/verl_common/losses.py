@@ -265,11 +265,7 @@ class Averages(ActorLoss):
         for index, each in enumerate(inputs):
             self.before_forward(each)
             with torch.no_grad():
-                self.after_forward(self.train_forward(index))
-
-    @abstractmethod
-    def train_forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        """Run training's forward, with a graph or without."""
+                self.after_forward(self.forward(index))
 
     def average(self, micro_batch: int, term: str, inside: torch.Tensor) -> tuple[float, float]:
         """Return the share of some tokens, bool (B, T), in a term's average, and their part of the term's value.

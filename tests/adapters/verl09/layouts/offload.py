@@ -33,7 +33,7 @@ def run(scenario: str, fails_at: str | None = None, **given: Any) -> dict[str, A
     original = Handler.offload
     offload = mock.Mock(side_effect=lambda tensor: original(tensor, pin_memory=False))
     step, failed = conformance.step_class(), []
-    forward = step.train_forward  # of all rows, or of some alone
+    forward = step._forward  # of all rows, or of some alone
 
     def failing(self: Any, *which: Any, **given: Any) -> Any:
         if failed or fails_at is None or not torch.is_grad_enabled():
@@ -47,5 +47,5 @@ def run(scenario: str, fails_at: str | None = None, **given: Any) -> dict[str, A
         raise RuntimeError("made to fail")
 
     patched = mock.patch.object(Handler, "offload", staticmethod(offload))
-    with patched, mock.patch.object(step, "train_forward", failing):
+    with patched, mock.patch.object(step, "_forward", failing):
         return {"found": function(**given), "offloaded": offload.call_count, "failed": failed}
