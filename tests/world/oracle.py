@@ -24,6 +24,16 @@ class MicroBatch(NamedTuple):
     loss: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
+def plain_outputs(
+    model: torch.nn.Module, ids: torch.Tensor, attention_mask: torch.Tensor, length: int, **inputs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies (B, T) of the last T tokens, of the plain model alone."""
+    logits = model(input_ids=ids, attention_mask=attention_mask, **inputs).logits[:, -length - 1 : -1]
+    log_probs = logits.float().log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, ids[:, -length:, None]).squeeze(-1), entropy
+
+
 Place = tuple[int, int, int, int]
 """Rank, micro-batch, row in it, response position."""
 

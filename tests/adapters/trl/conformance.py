@@ -22,7 +22,7 @@ from gradloc.adapters.trl.watch import other_advantages
 from tests.adapters.trl.harness import PROMPTS, tokenizer, vowels
 from tests.detached import let_through
 from tests.world.harness import NUM_PROMPT, Decoder, hash_weights, model_of
-from tests.world.oracle import MicroBatch
+from tests.world.oracle import MicroBatch, plain_outputs
 
 ACTOR = "actor_rollout_ref.actor."
 LOSSES = {"token-mean": "dapo", "seq-mean-token-sum": "luspo", "seq-mean-token-mean": "grpo"}
@@ -170,8 +170,7 @@ class Trainer:
         for rank, index, inputs in self._dealt(batch):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-            logits = model(input_ids=ids, attention_mask=attention).logits[:, NUM_PROMPT - 1 : -1].float()
-            log_prob = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None]).squeeze(-1)
+            log_prob, _ = plain_outputs(model, ids, attention, inputs["completion_ids"].shape[1])
             mask, factor = inputs["tool_mask"], self.dp_size / inputs["num_items_in_batch"]
 
             def loss(now: torch.Tensor, entropy: Any, a=inputs["advantages"], m=mask, f=factor) -> torch.Tensor:

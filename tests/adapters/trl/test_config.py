@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 
 from gradloc.adapters.trl import config
 from gradloc.adapters.trl.config import health_of, refuse, settings_of, setup_of
+from gradloc.adapters.trl.watch import group_of
 from gradloc.trl import GradLocConfig, GRPOConfig, attach
 from tests.adapters.trl.harness import make
 
@@ -148,3 +149,21 @@ def test_a_trl_that_has_changed_what_this_hangs_on_is_refused_by_name():
             RuntimeError, match="trl.trainer.utils:gone is gone; pip install trl==1.16.0 transformers==5.23.0, or train"
         ):
             config.check_trl()
+
+
+RLOO = {"normalize_advantages": False, "beta": 0.0}
+ESTIMATORS = [
+    ({"scale_rewards": "group"}, "grpo"),
+    ({"scale_rewards": "none"}, "grpo_mean"),
+    ({"scale_rewards": "batch"}, None),
+    ({"scale_rewards": "group", "multi_objective_aggregation": "normalize_then_sum"}, None),
+    (RLOO, "rloo"),
+    ({**RLOO, "normalize_advantages": True}, None),
+    ({**RLOO, "beta": 0.05}, None),
+]
+
+
+@pytest.mark.parametrize(("args", "estimator"), ESTIMATORS)
+def test_the_record_has_an_estimator_where_the_advantages_are_plainly_its_own(args, estimator):
+    assert group_of(SimpleNamespace(num_generations=4, **args)) == {"estimator": estimator, "rollouts": 4}
+    assert group_of(SimpleNamespace()) == {}, "no group of rollouts"

@@ -22,7 +22,7 @@ from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
 from tests.world.harness import NUM_PROMPT, experts_of, for_verl
 from tests.world.models.ulysses import attention_of_verl
-from tests.world.oracle import MicroBatch
+from tests.world.oracle import MicroBatch, plain_outputs
 
 
 def step_class() -> type:
@@ -255,10 +255,7 @@ def _plain_forward(model: torch.nn.Module, data: Any, width: int) -> tuple[torch
     inputs = extract_multi_modal_inputs(data["multi_modal_inputs"])
     if inputs:  # the picture is one token: all its positions are those of text
         inputs["position_ids"] = torch.arange(mask.shape[1]).expand(4, *mask.shape)
-    logits = model(input_ids=padded, attention_mask=mask.long(), **inputs).logits[:, NUM_PROMPT - 1 : -1].float()
-    log_probs = logits.log_softmax(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return log_probs.gather(-1, padded[:, NUM_PROMPT:, None]).squeeze(-1), entropy
+    return plain_outputs(model, padded, mask.long(), width, **inputs)
 
 
 def _packed(values: torch.Tensor, data: Any) -> torch.Tensor:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from lab.experiments.verl09 import megatron
 from tests.adapters.verl09 import harness
 from tests.adapters.verl09.harness import ACTOR, MODEL
-from tests.world.harness import NUM_PROMPT, digest_of, make_batch, model_config
+from tests.world.harness import digest_of, make_batch, model_config
 from tests.world.models.experts import make_experts
+from tests.world.oracle import plain_outputs
 
 MEGATRON = f"{ACTOR}.megatron"
 
@@ -132,8 +133,7 @@ def norm_of_transformers(model_dir: str, dtype: str = "float32") -> float:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
     model = model.to(getattr(torch, dtype)).float()
     batch = make_batch(seed=1).batch
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, NUM_PROMPT - 1 : -1]
-    log_prob = logits.log_softmax(-1).gather(-1, batch["responses"][..., None]).squeeze(-1)
+    log_prob, _ = plain_outputs(model, batch["input_ids"], batch["attention_mask"], batch["responses"].shape[1])
     ratio, advantage = (log_prob - batch["old_log_probs"]).exp(), batch["advantages"]
     loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
     loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
