@@ -180,8 +180,7 @@ class TrlStep(TapStep, LossReplay):
 
         None where a user's own loss does not take such a batch.
         """
-        mask, recorded = self.token_mask(micro_batch), self.recorded(micro_batch)
-        zero = torch.zeros_like(recorded.log_prob, dtype=torch.float32)
+        zero = torch.zeros_like(self.recorded(micro_batch).log_prob, dtype=torch.float32)
         log_prob, ones = zero.clone().requires_grad_(), zero + 1
         plain = {
             "advantages": torch.ones_like(self.inputs[micro_batch]["advantages"]),
@@ -196,7 +195,7 @@ class TrlStep(TapStep, LossReplay):
         except Exception as error:
             logger.info("gradloc: this loss does not say what a token weighs in it: %s", error)
             return None
-        return -derivative * mask / self.num_ranks
+        return -derivative / self.num_ranks
 
 
 _ALONE = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), lambda values, *_, **__: values)
