@@ -9,9 +9,12 @@ next collective. What has collectives of its own, such as an FSDP forward or bac
 
 import contextlib
 import itertools
+import json
 import logging
 import math
 import os
+import socket
+import struct
 import threading
 import time
 import traceback
@@ -31,11 +34,12 @@ T = TypeVar("T")
 _PATIENCE_S = 40.0  # how long a rank waits for peers that may have failed, at most one pass behind: all end in a minute
 _LOOK_EVERY_S = 1.0  # how often a waiting rank looks whether a peer has failed, or is done
 _ASK_EVERY_S = 0.1  # how often a rank that can do nothing else asks the process group's store
-_groups = itertools.count(1)  # numbers the calls of host_group(), alike on all ranks
+_groups = itertools.count(1)  # numbers the steps of host_group(), alike on all ranks
 _calls = itertools.count(1)  # numbers the calls of run_collective(), alike on all ranks, for keys in the store
 _decisions = itertools.count(1)  # numbers the calls of decided(), alike on all ranks
 _ORDERS = 16.0  # times processes times rounding: sums in other orders, and limits made of them, are closer than that
 _ROUNDING = 2.0**-23  # of float32
+_GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 _HUGE = 1e18  # float32 has no room for the square of a norm ten times that: in some order it is inf
 
 
@@ -51,17 +55,17 @@ def host_group() -> Any | None:
     """Return a group of all processes whose collectives run on the host; None where the default group serves.
 
     A trainer whose only group is the device's would have small messages wait for the device, and take memory there. But
-    gloo connects every process with every other over an interface that NCCL never needed: where some cannot be reached
-    in 40 seconds, all go on with the device's group. All processes call this together.
+    gloo connects every process with every other over an interface that NCCL never needed, and waits forever for one
+    that cannot be reached. So sockets of ours try it first: where some do not connect in 40 seconds, all go on with the
+    device's group. All processes call this together.
     """
     if not dist.is_initialized() or distributed_c10d._get_object_coll_device(None) == "cpu":
         return None
-    _, error = _attempt(_find_interfaces)
+    servers, error = _attempt(_listen)
     if _is_everywhere(error is None):
-        made, error = _connect_in_time()
-        if _is_everywhere(made is not None):
-            distributed_c10d._set_pg_timeout(distributed_c10d._get_default_timeout(dist.Backend("gloo")), made)
-            return made
+        _, error = _attempt(partial(_connect_all, cast(list[socket.socket], servers)))
+        if _is_everywhere(error is None):
+            return dist.new_group(backend="gloo")
     if error is not None:
         logger.warning(
             "gradloc: gloo cannot connect the processes (%s), so small messages go by the device's group, which every "
@@ -71,43 +75,72 @@ def host_group() -> Any | None:
     return None
 
 
-def _find_interfaces() -> None:
-    """Raise RuntimeError where gloo would not find its own address: its peers would wait for it in a thread."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME")
-    for name in names.split(",") if names else ():
-        dist.ProcessGroupGloo.create_device(interface=name)
-    if not names:
-        dist.ProcessGroupGloo.create_default_device()
+def _listen() -> list[socket.socket]:
+    """Return sockets that listen at the addresses that gloo takes: of each interface named, else of the host's name."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if names:
+        return [socket.create_server((_address_of(name), 0), backlog=dist.get_world_size()) for name in names]
+    with contextlib.suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError):
+                return [socket.create_server(address[:2], family=family, backlog=dist.get_world_size())]
+    return [socket.create_server(("127.0.0.1", 0), backlog=dist.get_world_size())]
 
 
-def _connect_in_time() -> tuple[Any, Exception | None]:
-    """Return a group that all have met in, or why there is none.
+def _address_of(interface: str) -> str:
+    import fcntl  # Windows has none
 
-    In a thread, since gloo has no time-out where a process waits to be connected to.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise OSError(f"interface {interface}: {error.strerror}") from error
+    return socket.inet_ntoa(found[20:24])
+
+
+def _connect_all(servers: list[socket.socket]) -> None:
+    """Connect every process with every other, as gloo will, with as many sockets at once.
+
+    Raises:
+        OSError: where a peer does not answer in time, or this process may not open as many.
     """
-    found: list[tuple[Any, Exception | None]] = [(None, TimeoutError("no process has connected to this one"))]
-    connect = partial(_connected, timedelta(seconds=_PATIENCE_S))
-    worker = threading.Thread(target=lambda: found.append(_attempt(connect)), daemon=True)
-    worker.start()
-    worker.join(_PATIENCE_S + _LOOK_EVERY_S)
-    return found[-1]
+    store, key, deadline = _store(), f"gradloc/group/{next(_groups)}", time.monotonic() + _PATIENCE_S
+    process, num_processes = dist.get_rank(), dist.get_world_size()
 
+    def remaining() -> float:
+        return max(deadline - time.monotonic(), 0.01)
 
-def _connected(patience: timedelta) -> Any:
-    made = dist.new_group(backend="gloo", timeout=patience)
-    dist.all_reduce(torch.zeros(1), group=made)
-    return made
+    with contextlib.ExitStack() as held:
+        for server in servers:
+            held.enter_context(server)
+        store.set(f"{key}/{process}", json.dumps([server.getsockname()[:2] for server in servers]))
+        for peer in range(process):
+            store.wait([f"{key}/{peer}"], timedelta(seconds=remaining()))
+            for address in json.loads(store.get(f"{key}/{peer}")):
+                connection = held.enter_context(socket.create_connection(tuple(address), timeout=remaining()))
+                connection.sendall(f"{key}/{process}".encode())
+        for server in servers:
+            awaited = {f"{key}/{peer}".encode() for peer in range(process + 1, num_processes)}
+            while awaited:
+                server.settimeout(remaining())
+                connection = held.enter_context(server.accept()[0])
+                connection.settimeout(remaining())
+                awaited.discard(connection.recv(64))
 
 
 def _is_everywhere(flag: bool) -> bool:
-    """Return whether the flag is set on all processes, by the default group's store: no collective is needed."""
-    store, key = _store(), f"gradloc/group/{next(_groups)}"
+    """Return whether the flag is set on all processes, by the default group's store: no collective is needed.
+
+    All return the same: what the first to know has found.
+    """
+    store, key, num_processes = _store(), f"gradloc/group/{next(_groups)}", dist.get_world_size()
     store.add(f"{key}/set", int(flag))
     num_answers, deadline = store.add(key, 1), time.monotonic() + 2 * _PATIENCE_S
-    while num_answers < dist.get_world_size() and time.monotonic() < deadline:
+    while num_answers < num_processes and time.monotonic() < deadline:
         time.sleep(_ASK_EVERY_S)
         num_answers = store.add(key, 0)
-    return store.add(f"{key}/set", 0) == dist.get_world_size()
+    found = b"all" if store.add(f"{key}/set", 0) == num_processes else b"not all"
+    return store.compare_set(f"{key}/found", "", found.decode()) == b"all"
 
 
 class Ranks:
