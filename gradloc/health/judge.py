@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A state for each step, with its reasons: the rules, asked step by step."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ from .config import FALLING, HealthConfig
 from .measures import Reading, Window
 from .rules import MEASURES, READ, RULES, Rule
 
-_MOST_PLANS = 1000
 STATES = ("healthy", "warning", "danger")
 """From best to worst; the trackers get the index."""
 
@@ -80,19 +78,14 @@ class _Asked:
     """
 
     def __init__(self, rule: Rule, measure: Window, limits: list[tuple[str, float]]):
-        self.rule, self.measure = rule, measure
+        self.rule, self.measure, self.limits = rule, measure, limits
         self.num_values = 0
-        self.learns = type(measure).learn is not Window.learn
-        self.sign = -1.0 if rule.name in FALLING else 1.0
-        """Makes large numbers the bad ones."""
-        self._limits = [(state, limit, self.sign * limit) for state, limit in limits]
-        self.mildest = self._limits[-1][2]
 
     def exceeded(self, reading: Reading) -> tuple[str, float] | None:
         """Return the first state whose limit is exceeded, and the limit."""
-        found = self.sign * reading.found
-        for state, limit, bound in self._limits:
-            if found > bound or (found == bound and not self.rule.is_strict):
+        for state, limit in self.limits:
+            is_beyond = reading.found < limit if self.rule.name in FALLING else reading.found > limit
+            if is_beyond or (reading.found == limit and not self.rule.is_strict):
                 return state, limit
         return None
 
@@ -109,8 +102,6 @@ class Judge:
         self.read: dict[str, None] = {}
         """The metrics that rules have read, in order."""
         self._asked: list[_Asked] = []
-        self._plans: dict[tuple[str, ...], list[tuple[_Asked, str]]] = {}
-        """By the metrics of a step: the rules that may read it, and the metric that each reads; empty for several."""
         for rule in RULES:
             limits = [*zip(STATES[1:], getattr(config, rule.name) or (None, None), strict=True)]
             known = [(state, limit) for state, limit in reversed(limits) if limit is not None]
@@ -133,41 +124,22 @@ class Judge:
             for asked in self._asked:
                 asked.measure.resume()
         self._last_step = step
-        numbers = {name: metrics[name] for name in READ if name in metrics}
-        if any(type(value) is not float for value in numbers.values()):
-            numbers = {name: known for name, value in numbers.items() if (known := _number(value)) is not None}
+        known = ((name, _number(metrics[name])) for name in READ if name in metrics)
+        numbers = {name: value for name, value in known if value is not None}
         reasons, is_judged = [], False
-        are_finite = math.isfinite(sum(numbers.values()))  # where finite ones overflow, each is looked at
-        for asked, metric in self._plan(tuple(numbers)):
-            if metric:
-                value = numbers[metric]
-                if not are_finite and not math.isfinite(value):
-                    continue
-            elif asked.rule.computes is None or (read := asked.rule.computes(numbers)) is None:
+        for asked in self._asked:
+            if (read := asked.rule.read(numbers)) is None:
                 continue
-            else:
-                metric, value = read
             is_judged = True
             asked.num_values += 1
+            metric, value = read
             self.read[metric] = None
             reading = asked.measure.observe(value)
-            found = None
-            if reading is not None and asked.sign * reading.found >= asked.mildest:
-                found = asked.exceeded(reading)
-                if found is not None:
-                    reasons.append(Reason(asked.rule, found[0], metric, found[1], reading, self.config))
-            if asked.learns:
-                asked.measure.learn(value, found is not None)
+            found = None if reading is None else asked.exceeded(reading)
+            if reading is not None and found is not None:
+                reasons.append(Reason(asked.rule, found[0], metric, found[1], reading, self.config))
+            asked.measure.learn(value, found is not None)
         return Judgement(step, worst_first(reasons)) if is_judged else None
-
-    def _plan(self, names: tuple[str, ...]) -> list[tuple["_Asked", str]]:
-        plan = self._plans.get(names)
-        if plan is None:
-            found = [(asked, asked.rule.metric_of(names)) for asked in self._asked]
-            plan = [(asked, metric) for asked, metric in found if metric or asked.rule.computes]
-            if len(self._plans) < _MOST_PLANS:
-                self._plans[names] = plan
-        return plan
 
     @property
     def heard(self) -> tuple[str, ...]:

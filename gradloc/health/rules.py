@@ -4,7 +4,7 @@ says, and what people do about it. ``docs/health.md`` names where each rule come
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..explain.advice import read_table
@@ -43,7 +43,7 @@ class Rule:
     reads: tuple[str, ...]
     """Metrics, of which the first that a step has is judged where it is finite."""
     computes: Read | None
-    """Makes the value of several metrics, in place of ``reads``."""
+    """Makes the value of several metrics, in the place of :attr:`reads`."""
     measured: str
     """How: one of ``MEASURES``."""
     sentence: str
@@ -53,15 +53,17 @@ class Rule:
     is_strict: bool
     """Whether a number at the limit is still within it, as in verl's alert rules."""
 
-    def metric_of(self, names: Collection[str]) -> str:
-        """Return which of a step's metrics it reads; empty for none or for several."""
-        return next((name for name in self.reads if name in names), "")
+    def read(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        """Return the metric that it judges in a step, and the value; None where the step does not have it."""
+        return _first(metrics, *self.reads) if self.computes is None else self.computes(metrics)
 
 
 def _first(metrics: Mapping[str, float], *names: str) -> tuple[str, float] | None:
     """Return the first of these metrics that the step has, where it is finite."""
-    name = next((name for name in names if name in metrics), "")
-    return (name, metrics[name]) if name and math.isfinite(metrics[name]) else None
+    for name in names:
+        if name in metrics:
+            return (name, metrics[name]) if math.isfinite(metrics[name]) else None
+    return None
 
 
 def _non_finite(metrics: Mapping[str, float]) -> tuple[str, float] | None:

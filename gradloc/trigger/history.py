@@ -69,21 +69,7 @@ class Recent:
 
     def median_distance(self, center: float) -> float:
         """Return the median absolute distance from a center, such as the median: then it is the MAD."""
-        ordered, count = self.ordered, len(self.ordered) // 2 + 1
-        first, stop = 0, len(ordered) - count
-        while first < stop:  # those up to the median distance are a window of the sorted ones; bisect for its start
-            at = (first + stop) // 2
-            if center - ordered[at] > ordered[at + count] - center:
-                first = at + 1
-            else:
-                stop = at
-        last = first + count - 1
-        below, above = abs(ordered[first] - center), abs(ordered[last] - center)
-        if len(ordered) % 2:
-            return max(below, above)
-        if below > above:
-            return (max(abs(ordered[first + 1] - center), above) + below) / 2
-        return (max(abs(ordered[last - 1] - center), below) + above) / 2
+        return middle(sorted([abs(value - center) for value in self.ordered]))
 
 
 class NormHistory:
