@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..record import Event
 from .numbers import number
 from .story import step_cause
-from .text import listed, plural
+from .text import capitalized, listed, plural
 
 BEFORE, AFTER = 20, 10
 """Steps compared on either side of the event."""
@@ -86,8 +86,8 @@ def impact_of(event: Event, series: Series) -> Impact:
         went = f"from {number(known[0].before, 3)} to {number(known[0].after, 3)}"
         return Impact("not known", f"The norm went on as before, {went}. No loss or reward is logged here.", parts)
     if known:
-        titles = listed([part.title for part in known])
-        return Impact("no", f"{titles[0].upper()}{titles[1:]} went on as before.", parts)
+        titles = capitalized(listed([part.title for part in known]))
+        return Impact("no", f"{titles} went on as before.", parts)
     if parts:
         num = max(sum(at > step for at, _ in part.points) for part in parts)
         return Impact("not yet known", f"{plural(num, 'step')} since; {_LEAST} are needed.", parts)

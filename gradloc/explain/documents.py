@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..record import Cause, Culprit
+from .text import capitalized
 
 _LEAST_PADDING = 4  # equal tokens at the end of a row
 _FAR = 2.0  # nats by which a document's mean log-prob is below the batch's where it is odd as a whole
@@ -147,6 +148,5 @@ def document_words(culprit: Culprit) -> str:
         said.append(f"Its mean log-prob is {document.log_prob:.3g}{usual}.")
     odd = oddities(document)
     if odd and culprit.cause.label in ("odd_document", "unexpected_token"):
-        words = "; ".join(odd)
-        said.append(f"{words[0].upper()}{words[1:]}.")
+        said.append(f"{capitalized('; '.join(odd))}.")
     return " ".join(said)

@@ -13,7 +13,7 @@ from .cures import healer
 from .documents import document_words
 from .faults import fault_sentences
 from .numbers import bounded, number, percent
-from .text import one_line, plural, span, times, visible
+from .text import capitalized, one_line, plural, span, times, visible
 
 _COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
 _SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
@@ -101,7 +101,7 @@ def headline(event: Event) -> str:
     if event.trigger.kind == "forced":
         what = f"most of step {step}'s gradient (a rehearsal)"
     if not event.culprits and cause:
-        words = {"step": step, "spike": what, "Spike": what[0].upper() + what[1:], "reason": cause.reason}
+        words = {"step": step, "spike": what, "Spike": capitalized(what), "reason": cause.reason}
         return cause_info(cause.label).headline.format(**words)
     if not event.culprits:
         return f"Nothing was found that made the spike at step {step}"
@@ -151,8 +151,7 @@ def lede(event: Event) -> str:
     share = carried(event, event.culprits)
     subject = "It carries" if len(event.culprits) == 1 else "Together they carry"
     if event.is_without_tokens and len(event.culprits) == 1:  # no text shows which it is
-        place = _row_and_position(event, first)
-        subject = f"{place[0].upper()}{place[1:]} carries"
+        subject = f"{capitalized(_row_and_position(event, first))} carries"
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
     number_of, meaning = odd_number(first), cause_info(first.cause.label)
     why = f": {f'{meaning.odd} {number_of}'.strip()}" if number_of else engine_words(first)
@@ -189,7 +188,7 @@ def _cause_in_words(cause: StepCause) -> str:
     """Describe a cause that is no token's, and where to look."""
     if cause.label == "transient":  # the reason is the headline already
         return "Hardware or a race made it, not the data."
-    text = f"{cause.reason[0].upper()}{cause.reason[1:]}."
+    text = f"{capitalized(cause.reason)}."
     if cause.places:
         row, position = cause.places[0]
         where = "" if row is None else f"row {row} of the batch, "

@@ -83,6 +83,16 @@ def span(positions: Sequence[int]) -> str:
     return f"{first} to {last}" + ("" if is_run else f" ({len(positions)} of them)")
 
 
+def capitalized(text: str) -> str:
+    """Begin a text with a capital letter, and leave the rest unchanged."""
+    return text[:1].upper() + text[1:]
+
+
+def numbered(noun: str, first: int, last: int) -> str:
+    """Name one thing or several in a row by their numbers: ``step 3``, ``steps 3 to 5``."""
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+
+
 def plural(count: int, noun: str) -> str:
     """Count a noun: ``1 token``, ``2 tokens``, ``1,000 tokens``."""
     ending = "" if count == 1 else "es" if noun.endswith(("h", "s")) else "s"

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 
-from ..explain.text import one_line
+from ..explain.text import capitalized, one_line
 from . import __version__
 from .commands import COMMANDS
 from .errors import ReportError, did_you_mean
@@ -56,7 +56,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             name,
             prog="gradloc" if name == "show" else f"gradloc {name}",
             help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
+            description=f"{capitalized(summary)}.",
             epilog=getattr(module, "EPILOG", None),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

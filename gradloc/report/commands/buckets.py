@@ -101,9 +101,7 @@ def write(analysis: StepBuckets, folder: Path) -> list[Path]:
 def save(figure, path: Path) -> None:
     """Writes a figure as PNG or SVG, by its ending; the same bytes for the same figure."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    FigureCanvasAgg(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     undated, drawn = {"Date": None} if path.suffix == ".svg" else {"Software": None}, io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "gradloc"}):

@@ -8,7 +8,7 @@ from statistics import median
 from rich.console import Console
 
 from ...explain.numbers import number, percent
-from ...explain.text import plural
+from ...explain.text import capitalized, plural
 from ...mismatch import KINDS, Columns, MismatchError, Verdict, judge
 from ...mismatch.files import read
 from ...mismatch.kinds import NUMBERS, REPOSITORIES
@@ -129,12 +129,11 @@ def page(columns: Columns, verdict: Verdict) -> str:
     from ..figures.style import to_svg
     from ..pages.page import fill
 
-    title = headline(verdict)
     lede = " ".join(KINDS[kind].sentence for kind in verdict.kinds) or "No kind's fingerprint fits well enough."
     pictures = figures_of(columns)
     return fill(
         "mismatch.html",
-        title=f"{title[0].upper()}{title[1:]}",
+        title=capitalized(headline(verdict)),
         lede=lede,
         figures=[
             (number(verdict.worst, 3), "largest difference", "nats, of one token"),

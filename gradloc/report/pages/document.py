@@ -30,7 +30,7 @@ from ...explain.story import (
     step_cause,
     what_followed,
 )
-from ...explain.text import one_line, plural, span, spoken
+from ...explain.text import numbered, one_line, plural, span, spoken
 from ...record import Culprit, Event, PartShare, PathEntry, Search
 from ...record.bundle import Sequence as TokenSequence
 from ...record.columns import COLUMNS, OF_A_TOKEN
@@ -210,7 +210,9 @@ def context(event: Event, run: RunFolder) -> list[tuple[str, str]]:
 def _sampled(versions: tuple[int, int], step: int | None) -> str:
     """Say which weights sampled the culprit, and how far behind they were: step n is sampled by step n - 1's."""
     behind = 0 if step is None else max(step - 1 - versions[1], 0)
-    return f"by the weights of {_range('step', *versions)}" + (f", {plural(behind, 'update')} behind" if behind else "")
+    return f"by the weights of {numbered('step', *versions)}" + (
+        f", {plural(behind, 'update')} behind" if behind else ""
+    )
 
 
 def _when(time: str | None) -> str | None:
@@ -222,12 +224,6 @@ def _when(time: str | None) -> str | None:
 
 
 # ---- the culprits, and why
-
-
-def culprit_count(event: Event) -> str:
-    """Count the culprits: ``2 tokens``, ``1 sequence``, ``3 culprits`` of several kinds."""
-    spans = {culprit.span for culprit in event.culprits}
-    return plural(len(event.culprits), spans.pop() if len(spans) == 1 else "culprit")
 
 
 def _culprits(event: Event, shown: Sequence[Culprit]) -> Section:
@@ -335,7 +331,7 @@ def _numbers(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]]
     facts |= {name: (_in_words(name), value) for name, value in culprit.cause.numbers.items() if name not in COLUMNS}
     known = {name: (label, number(value), "") for name, (label, value) in facts.items() if value is not None}
     if culprit.versions is not None:
-        known["versions"] = ("sampled by the weights of", _range("step", *culprit.versions), "")
+        known["versions"] = ("sampled by the weights of", numbered("step", *culprit.versions), "")
     meaning, odd = cause_info(culprit.cause.label), odd_number(culprit)
     about, remark = meaning.column, odd or "the odd one"
     if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
@@ -351,11 +347,6 @@ def _numbers(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]]
 def _in_words(name: str) -> str:
     """Write ``advantage_over_typical`` as ``advantage / typical``."""
     return name.replace("_over_", " / ").replace("_", " ")
-
-
-def _range(noun: str, first: int, last: int) -> str:
-    """Write a range: ``step 3``, ``steps 3 to 5``."""
-    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
 
 
 # ---- where it is, and what proves it
@@ -467,8 +458,8 @@ _PHASES = {
 def _probe(probe: PathEntry) -> tuple[str, ...]:
     """Return a row of the search's path: part, norm, threshold, outcome."""
     places = [] if probe.micro_batch is None else [f"micro-batch {probe.micro_batch}"]
-    places += [_range("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
-    places += [_range("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []
+    places += [numbered("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
+    places += [numbered("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []
     part = _PHASES.get(probe.phase) or ", ".join(places) or probe.phase
     note = f" ({one_line(probe.note, 200)})" if probe.note else ""
     return part, number(probe.norm, 3), number(probe.threshold, 3), spoken(probe.verdict) + note

@@ -23,6 +23,7 @@ from markupsafe import Markup, escape
 
 from ...explain.aftermath import Aftermath
 from ...explain.numbers import number, percent
+from ...explain.story import culprits_in_words
 from ...explain.text import one_line, plural, printable, spoken, visible
 from ..errors import ReportError
 from ..figures import drawings
@@ -35,7 +36,7 @@ from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
-from .document import EventDocument, culprit_count, document, place_in_batch
+from .document import EventDocument, document, place_in_batch
 from .markdown import issue
 from .panel import Panel
 
@@ -184,7 +185,7 @@ def _environment() -> Environment:
         (used.__name__, used) for used in (number, percent, visible, one_line, plural, spoken, breakable)
     )
     made.filters["svg"], made.filters["kind"] = Markup, lambda block: type(block).__name__
-    made.globals.update(culprit_count=culprit_count, place_in_batch=place_in_batch, ranges=ranges)
+    made.globals.update(culprits_in_words=culprits_in_words, place_in_batch=place_in_batch, ranges=ranges)
     return made
 
 

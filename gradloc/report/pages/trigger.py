@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -34,7 +33,6 @@ def html(runs: Runs) -> str:
 def _figure(runs: Runs) -> Figure:
     """Draw a panel per run: norm, threshold, flagged steps."""
     figure = Figure(figsize=(10, 1 + 2.3 * len(runs)), layout="constrained")
-    FigureCanvasSVG(figure)
     panels = [figure.add_subplot(len(runs), 1, place) for place in range(1, len(runs) + 1)]
     for axes, (name, judged) in zip(panels, runs.items(), strict=True):
         _draw_run(axes, name, judged)

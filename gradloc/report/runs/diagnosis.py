@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ...explain.advice import is_trl, sampling_cut
 from ...explain.aftermath import Aftermath
 from ...explain.numbers import number
-from ...explain.text import plural
+from ...explain.text import capitalized, plural
 from ...health import HealthConfig
 from ..logs.formats import LOGLIKE
 from ..logs.recording import Metrics
@@ -112,42 +112,55 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         run: the run, as its log was read.
         settings: the settings of the trigger's rule; None: the defaults.
     """
-    beyond = findings(run)
+    signs = findings(run)
     if all(part.norm is None for part in run.parts):
-        missing = missing_norm(run.parts[-1], run.name)
-        made = Diagnosis(run, missing, limits=[*_unseen(run), *minor_skips(run), *_overwritten(run)])
-        counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
-        made.is_judged = bool(beyond) or max(counts) > HealthConfig().warmup
-        if beyond:
-            made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
-            _lead_with(made, beyond)
-        return made
+        return _without_norms(run, signs)
     judged = judge_run(run, settings)
-    explosions = [
-        explosion
-        for segment, steps in zip(run.segments, judged, strict=True)
-        for explosion in explosions_of(segment, steps)
-    ]
-    last = run.segments[-1]
-    explosions.sort(
-        key=lambda e: (not e.is_start, e.kind == "lost" or len(e.lost) > 2, e.times, e.segment is last), reverse=True
-    )
     warmup = int((settings or {}).get("warmup", 16))
-    limits = dict.fromkeys(limit for steps in judged for limit in _warmup(steps, warmup))
-    limits.update(dict.fromkeys([*_unseen(run), *minor_skips(run)]))
-    if cut := sampling_cut(run.config, run.trainer):
-        limits[cut] = None
+    limits = [limit for steps in judged for limit in _warmup(steps, warmup)]
+    limits += [*_unseen(run), *minor_skips(run), *filter(None, [sampling_cut(run.config, run.trainer)])]
+    made = Diagnosis(run, "", limits=[*dict.fromkeys(limits), *_overwritten(run)], judged=judged)
+    made.explosions = _worst_first(run, judged)
     kind, masked = clipped_or_zero(judged, [value for _, value in loss_of(run.metrics)[1]])
-    made = Diagnosis(run, "", explosions=explosions, limits=[*limits, *_overwritten(run)], judged=judged)
-    if not explosions:
-        made.kind, made.headline = kind, masked or _without_explosion(judged)
-        made.is_judged = bool(kind or beyond) or sum(map(len, judged)) >= _MIN_NORMS
-        if beyond and kind != "zero":
-            made.limits += [masked] if masked else []
-            _lead_with(made, beyond)
+    if made.explosions:
+        made.limits += [masked] if masked else []
+        _describe_worst(made, signs)
         return made
-    made.limits += [masked] if masked else []
-    worst = explosions[0]
+    made.kind, made.headline = kind, masked or _without_explosion(judged)
+    made.is_judged = bool(kind or signs) or sum(map(len, judged)) >= _MIN_NORMS
+    if signs and kind != "zero":
+        made.limits += [masked] if masked else []
+        _lead_with(made, signs)
+    return made
+
+
+def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
+    """Diagnose a run that logs no gradient norm."""
+    missing = missing_norm(run.parts[-1], run.name)
+    made = Diagnosis(run, missing, limits=[*_unseen(run), *minor_skips(run), *_overwritten(run)])
+    counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
+    made.is_judged = bool(signs) or max(counts) > HealthConfig().warmup
+    if signs:
+        made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
+        _lead_with(made, signs)
+    return made
+
+
+def _worst_first(run: LoggedRun, judged: Sequence[Sequence[Judged]]) -> list[Explosion]:
+    """Find the explosions of all segments; those of a run's first steps are the last."""
+    pairs = zip(run.segments, judged, strict=True)
+    found = [explosion for segment, steps in pairs for explosion in explosions_of(segment, steps)]
+    last = run.segments[-1]
+
+    def badness(found: Explosion) -> tuple[bool, bool, float, bool]:
+        return not found.is_start, found.kind == "lost" or len(found.lost) > 2, found.times, found.segment is last
+
+    return sorted(found, key=badness, reverse=True)
+
+
+def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
+    """Add the worst explosion's kind and the sentences on what it did and what to do."""
+    run, worst = made.run, made.explosions[0]
     made.headline = worst.sentence
     if worst.is_start:
         made.sentences.append("Norms are often high in a run's first steps and fall by themselves.")
@@ -161,19 +174,18 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     if is_hurt and (worst.kind in ("back", "level") or is_followed):
         made.explosions[0] = worst = replace(worst, kind="collapse")
     made.kind = worst.kind
-    also = [finding.sentence for finding in beyond if finding.kind in ("unfinite", "skipped")]
+    also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
     made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]
-    loss = run.metrics.first(LOSSES)
-    losses = [value for step, value in run.metrics.logged(loss) if worst.lost and step >= worst.lost[0]]
-    if is_hurt is None and losses and not any(map(math.isfinite, losses)):
+    losses = run.metrics.logged(run.metrics.first(LOSSES)) if worst.lost else []
+    after = [value for step, value in losses if step >= worst.lost[0]]
+    if is_hurt is None and after and not any(map(math.isfinite, after)):
         is_hurt = True
     if _is_overwritten(run, worst):
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
-    made.sentences += _others(explosions)
+    made.sentences += _others(made.explosions)
     made.sentences.append(_on_tokens(run.metrics, worst.peak.step))
-    advice, made.command = _advise_resume(run, explosions, is_hurt, bool(sound))
+    advice, made.command = _advise_resume(run, made.explosions, is_hurt, bool(sound))
     made.sentences.append(advice)
-    return made
 
 
 def _on_tokens(metrics: Metrics, step: int) -> str:
@@ -307,7 +319,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         effects = "the log has no reward, entropy or loss, so its effect is unknown"
         if any(metrics.first(names) for _, names, *_ in EFFECTS):
             effects = f"too few steps follow in the log to see what it did to {_deciding(metrics)}"
-    return f"{effects[0].upper()}{effects[1:]}.", hurt
+    return f"{capitalized(effects)}.", hurt
 
 
 def aftermath(worst: Explosion) -> list[Aftermath]:

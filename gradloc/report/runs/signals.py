@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from ...explain.numbers import number
-from ...explain.text import plural
+from ...explain.text import numbered, plural
 from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES, VALUE_LOSS
 from ..logs.names import is_training_loss
 from ..logs.recording import SKIPPED, Metrics, Skip
@@ -202,8 +202,7 @@ def _skipped(run: LoggedRun) -> Sign | None:
     skips = _skips_of(run)
     known = [skip for skip in skips if skip.step is not None and not skip.is_end]
     first, last = (known[0].step, known[-1].step) if known else (None, None)
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    where = f", {'after' if known[0].is_after else 'at'} {steps}" if known else ""
+    where = f", {'after' if known[0].is_after else 'at'} {numbered('step', first, last)}" if known else ""
     if overflows := [skip for skip in skips if skip.is_overflow]:
         return _overflowed(run, overflows, where, first, last)
     if not skips:
