@@ -76,7 +76,6 @@ class AdaptiveThreshold:
             raise ValueError(f"floor must be at most cap ({cap:g}), found {floor:g}.")
         self._settings = (window, warmup, math.log(floor), math.log(cap))
         self._positions: list[_Position] = []
-        self._seed: list[float] = []  # log-norms to start every position from
 
     def threshold(self, position: int) -> float | None:
         """Return the norm above which this position is a spike in the next step; None until ``warmup`` norms
@@ -91,9 +90,7 @@ class AdaptiveThreshold:
             step_norms: norms before clipping and before any action, of all epochs x mini-batches in order. NaN and inf
                 are spikes. 0, a step without a gradient, is none. Neither says anything about the level.
         """
-        spikes = [self._at(position).observe(norm) for position, norm in enumerate(step_norms)]
-        self._seed = []
-        return spikes
+        return [self._at(position).observe(norm) for position, norm in enumerate(step_norms)]
 
     def summary(self, position: int = 0) -> History:
         """Return the statistics behind a position's threshold; ``log_sigma`` as of a normal with this ninth decile."""
@@ -101,30 +98,26 @@ class AdaptiveThreshold:
 
     def state(self) -> dict[str, Any]:
         """JSON-ready content, for the checkpoint: at most twice ``window`` numbers for each position."""
-        return {"positions": [position.state() for position in self._positions], "seed": self._seed}
+        return {"positions": [position.state() for position in self._positions]}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave, or a :meth:`.history.NormHistory.state`."""
+        """Take over what :meth:`state` gave."""
         self._positions = []
-        if "positions" not in state:  # one history for all positions: each starts from it
-            self._seed = [float(value) for value in state["log_norms"]]
-            return
-        self._seed = [float(value) for value in state["seed"]]
         for number, saved in enumerate(state["positions"]):
             self._at(number).load_state(saved)
 
     def _at(self, position: int) -> "_Position":
         while len(self._positions) <= position:
-            self._positions.append(_Position(*self._settings, self._seed))
+            self._positions.append(_Position(*self._settings))
         return self._positions[position]
 
 
 class _Position:
     """One mini-batch position: its recent log-norms, and the run of spikes that it is in."""
 
-    def __init__(self, window: int, warmup: int, floor: float, cap: float, seed: Sequence[float]):
+    def __init__(self, window: int, warmup: int, floor: float, cap: float):
         self._warmup, self._floor, self._cap = warmup, floor, cap
-        self._norms = Recent(window, seed)
+        self._norms = Recent(window)
         self._run: deque[float] = deque(maxlen=window)
 
     def threshold(self) -> float | None:

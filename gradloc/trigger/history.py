@@ -37,12 +37,11 @@ class Recent:
 
     Args:
         maxlen: numbers remembered; a further one takes the place of the oldest.
-        values: the first ones.
     """
 
-    def __init__(self, maxlen: int, values: Iterable[float] = ()):
+    def __init__(self, maxlen: int):
         self.maxlen = maxlen
-        self.replace(values)
+        self.clear()
 
     def __len__(self) -> int:
         return len(self.ordered)

@@ -11,7 +11,6 @@ import pytest
 
 from gradloc.record import History
 from gradloc.trigger import AdaptiveThreshold, fixed_threshold, spike_kind
-from gradloc.trigger.history import NormHistory
 
 SERIES = sorted((Path(__file__).resolve().parents[2] / "docs" / "series").glob("*.json"))
 
@@ -153,16 +152,6 @@ def test_a_run_goes_on_from_its_checkpoint_exactly(after):
         first.observe([norm, 2 * norm])
     second.load_state(json.loads(json.dumps(first.state(), allow_nan=False)))
     assert [(second.threshold(1), second.observe([norm, 2 * norm])) for norm in norms[after:]] == expected[after:]
-
-
-def test_a_checkpoint_of_the_pooled_rule_starts_every_position():
-    pooled = NormHistory(128, 16, 6.0)
-    for norm in healthy(0, 90):
-        pooled.observe(norm, False)
-    rule = AdaptiveThreshold()
-    rule.load_state(json.loads(json.dumps(pooled.state())))
-    assert rule.threshold(0) == rule.threshold(3) == pytest.approx(4.0, rel=0.3)
-    assert rule.observe([1.0, 1.0, 1.0, 40.0]) == [False, False, False, True]
 
 
 def test_the_state_is_bounded():
