@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import warnings
+from typing import Any
 
 from ..explain.text import capitalized, one_line
 from . import __version__
@@ -20,15 +21,18 @@ from .output import say
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0; 1 where ``--fail-on`` asks for it; 2 after an error, or where
     nothing can be judged; 130 after Ctrl-C."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] not in (*COMMANDS, "-h", "--help", "--version"):
-        argv.insert(0, "show")
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        print(__version__)
+        return 0
+    name = words.pop(0) if words and words[0] in COMMANDS else "show"
+    module = importlib.import_module(f".commands.{name}", __package__)
     try:
-        args = _parse(argv)
+        args = _parse(name, module, words)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
         warnings.simplefilter("ignore", UserWarning)  # of other packages, about a file
-        return _module(args.command).run(args)
+        return module.run(args)
     except ReportError as error:
         say(f"gradloc: {one_line(str(error), 5000)}", sys.stderr)
         return 2
@@ -46,28 +50,16 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gradloc")  # gradloc/command.py has its help
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        module = _module(name)
-        sub = commands.add_parser(
-            name,
-            prog="gradloc" if name == "show" else f"gradloc {name}",
-            help=summary,
-            description=f"{capitalized(summary)}.",
-            epilog=getattr(module, "EPILOG", None),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(sub)
-    args, unknown = parser.parse_known_args(argv)
+def _parse(name: str, module: Any, words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gradloc" if name == "show" else f"gradloc {name}",
+        description=f"{capitalized(COMMANDS[name])}.",
+        epilog=getattr(module, "EPILOG", None),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    args, unknown = parser.parse_known_args(words)
     if unknown:
-        known = commands.choices[args.command]._option_string_actions
-        guess = did_you_mean(unknown[0].partition("=")[0], known) or "."
-        raise ReportError(f"{args.command} does not take {unknown[0]}{guess}")
+        guess = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions) or "."
+        raise ReportError(f"{name} does not take {unknown[0]}{guess}")
     return args
-
-
-def _module(name: str):
-    return importlib.import_module(f".commands.{name}", __package__)

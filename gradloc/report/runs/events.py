@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from ...explain.story import cause_of, shown_verdict
 from ...explain.text import first_of, one_line, plural
@@ -129,13 +129,7 @@ class Events(Sequence[Event]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, at: int) -> Event: ...
-    @overload
-    def __getitem__(self, at: slice) -> "list[Event]": ...
-    def __getitem__(self, at: int | slice) -> "Event | list[Event]":
-        if isinstance(at, slice):
-            return [self[number] for number in range(*at.indices(len(self)))]
+    def __getitem__(self, at: int) -> Event:  # type: ignore[override]
         held = self._held[at]
         return held if isinstance(held, Event) else self._read(*held, self.rows[at].event_id)
 
