@@ -45,22 +45,23 @@ HEADED_GLOBALLY = re.compile(
 _OF_TOTAL = re.compile(r"\s*/\s*(\d{1,15})")
 _EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})", re.IGNORECASE)
 NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
-_BLOCK = re.compile(
-    r"(?<![=─━])[=─━]{3,}(?: \[\w+\] -)?(?i:[ \w]{0,60}step) ?(\d{1,15})(?:/\d+)?\s*[=─━]{3,}"
-    r"|\bTrain step (\d{1,15})/\d+ done|\[(?:step|batch)=(\d{1,15})/[^\]]*\]:?\s*$"
-    r"|(?:^|-- GLOBAL_)(?i:(?:global_)?step):? (\d{1,15})\s*$"
-)
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
 _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
     r"(?:\bepoch\b\W*(\d{1,9}).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d{1,9})/)(\d{1,15})(?:\s*/\s*(\d{1,15}))?",
     re.IGNORECASE,
 )
 _HEADLINE = re.compile(
-    r"(?:^|[\s:])(step|iter|epoch)(?:s|ation)?\b\W{0,12}(\d{1,15})(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$"
-    r"|^\S+:\[(\d{1,12}), \d[\d.e-]*\]$"  # INFO:run:[200, 0.0001], as VITS writes step and learning rate
-    r"|\(global_step (\d{1,12})\)",  # Epoch 7 (global_step 2730) finished, as tensorpack has it
+    r"(?<![=─━])[=─━]{3,}(?: \[\w+\] -)?[ \w]{0,60}step ?(?P<nemo>\d{1,15})(?:/\d+)?\s*[=─━]{3,}"
+    r"|\bTrain step (?P<areal>\d{1,15})/\d+ done"
+    r"|\[(?:step|batch)=(?P<olmo>\d{1,15})/[^\]]*\]:?\s*$"
+    r"|-- GLOBAL_STEP:? (?P<step>\d{1,15})\s*$"
+    r"|^\S+:\[(?P<vits>\d{1,12}), \d[\d.e-]*\]$"  # INFO:run:[200, 0.0001]: step and learning rate
+    r"|\(global_step (?P<tensorpack>\d{1,12})\)"  # Epoch 7 (global_step 2730) finished
+    r"|(?:^|[\s:])(?P<word>(?:global_)?step|iter|epoch)(?:s|ation)?\b\W{0,12}(?P<plain>\d{1,15})"
+    r"(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$",
     re.IGNORECASE,
 )
+_TITLES = {"nemo": "NeMo-RL's log", "areal": "AReaL's log", "olmo": "OLMo's or Composer's log"}
 _RAY = re.compile(r"^\([^()]*pid=[^()]*\) ?")
 _YAML = re.compile(r"( *)([\w/.@-]+):(?: +(\S+))?\s*")
 _ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
@@ -350,20 +351,28 @@ def _next_step(rows: list[Row], epoch: float | None) -> int:
     return rows[-1][0] + 1 if rows else 1
 
 
-class Blocks(Grammar):
-    """A headline for each step, and below it bullets (NeMo-RL), the cells of a drawn table (AReaL) or lines (OLMo)."""
+class Headed(Grammar):
+    """A line that says the step or epoch and nothing else, and lines, bullets or cells with the values below it."""
 
-    title = "NeMo-RL's log"
+    title = "headlines of steps and values below"
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: dict[str, int] = {}
-        """The step of each process' last headline."""
-        self._process = ""
-        """The process of the last headline, which the lines below it may not repeat."""
+        self.step: int | None = None
+        """What the last headline said."""
+        self._word = "epoch"
+        """What the headlines count: a word that comes below another one's headlines makes none of its own; empty where
+        a line that says a step and no metric is one."""
+        self._more: dict[str, float] = {}
+        """The epoch of the last headline that says one with its step."""
         self._path: list[tuple[int, str]] = []
         """The names, with their indents, that a line of YAML is below."""
         self._is_fresh = False
+
+    @property
+    def is_by_step(self) -> bool:
+        """Whether the last headline said a step, not an epoch."""
+        return self._word not in ("epoch", "")
 
     @property
     def is_mixed(self) -> bool:
@@ -374,37 +383,55 @@ class Blocks(Grammar):
         )
         return max(self.num_again, num_back) > sum(map(len, self.rows.values())) / 10
 
-    def below(self, process: str, step: int, values: dict[str, float]) -> bool:
-        """Adds what a line below a headline says."""
-        rows = self.rows[process]
-        if rows and rows[-1][0] == step and not self._is_fresh and rows[-1][1].items() >= values.items():
-            return True  # another rank's
-        if rows and rows[-1][0] == step and values.keys().isdisjoint(rows[-1][1]):
-            rows[-1][1].update(values)
-            return True
-        self.num_again += not self._is_fresh
-        self._is_fresh = False
-        return self.add(process, step, values)
+    def _begin(self, step: int, word: str, line: str) -> None:
+        epoch = _EPOCH.search(line) if word == "" else None
+        self.step, self._word, self._is_fresh = step, word, True
+        self._more = {"epoch": float(epoch[1])} if epoch else {}
 
     def take(self, line: str, process: str) -> bool:
-        if head := _BLOCK.search(line):
-            self._process, self._is_fresh = process, True
-            self.steps[process] = int(next(filter(None, head.groups())))
-            others = "Composer's log" if "[batch=" in line else "OLMo's log"
-            self.title = (
-                "AReaL's log" if head[2] else others if head[3] else "blocks of lines" if head[4] else self.title
-            )
-            return True
-        process = process or self._process
-        step = self.steps.get(process)
-        if step is None:
+        if head := _HEADLINE.search(line):
+            word = (head["word"] or "step").lower()
+            if word == self._word or not self.is_by_step:
+                self.title = _TITLES.get(head.lastgroup, self.title)
+                self._begin(int(head[head.lastgroup]), word, line)
             return False
-        values = {name: as_float(value) for name, value in _CELL.findall(line)} or self.named(line)
-        if not values and line[:1].isspace() and ("=" in line or ": " in line):
-            values = pairs(line)
-        return bool(values) and self.below(process, step, values)
+        if self.step is None:
+            return self._begin_by_more(line)
+        cells = {name: as_float(value) for name, value in _CELL.findall(line)}
+        values = cells or self._named(line) or pairs(line)
+        if cells or wanted(values):
+            is_own = not self.is_by_step and "epoch" in values  # it says its epoch itself
+            values |= self._more if self._is_fresh else {}
+            if not is_own:
+                self._below(process, values)
+            return bool(cells)  # else these may be no headlines: another grammar may know the line's own step
+        rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(_RAY.sub("", line)) else []
+        if rows and rows[-1][0] == self.step:
+            rows[-1][1].update(values | rows[-1][1])
+        elif not rows:
+            self._begin_by_more(line)
+        return bool(rows)
 
-    def named(self, line: str) -> dict[str, float]:
+    def _begin_by_more(self, line: str) -> bool:
+        """Take a line that says a step among other words for a headline, unless there are better ones."""
+        head = None if self.is_by_step else HEADED_BY_STEP.search(line)
+        if head and head[1].isdecimal() and not wanted(pairs(line)) and not NOT_TRAINING.search(line):
+            self._begin(int(head[1]), "", line)
+        return False
+
+    def _below(self, process: str, values: dict[str, float]) -> None:
+        """Adds what a line below a headline says."""
+        rows = self.rows[process]
+        if rows and rows[-1][0] == self.step and not self._is_fresh and rows[-1][1].items() >= values.items():
+            return  # another rank's
+        if rows and rows[-1][0] == self.step and values.keys().isdisjoint(rows[-1][1]):
+            rows[-1][1].update(values)
+            return
+        self.num_again += not self._is_fresh
+        self._is_fresh = False
+        self.add(process, self.step, values)
+
+    def _named(self, line: str) -> dict[str, float]:
         """Return the value of a line of YAML by the names above it, as ``critic/score/mean``; empty of other lines."""
         entry = _YAML.fullmatch(_RAY.sub("", line))
         if entry is None:
@@ -554,48 +581,6 @@ class Labelled(Grammar):
             if not any(lengths.values())
             for row, later in pairwise(self.rows[process])
         )
-
-
-class Headed(Blocks):
-    """A line that says the step or epoch and nothing else, and lines with the values below it."""
-
-    title = "headlines of steps and values below"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._word = "epoch"
-        """What the headlines count: a word that comes below another one's headlines makes none of its own; empty where
-        a line that says a step and no metric is one."""
-        self._more: dict[str, float] = {}
-        """The epoch of the last headline that says one with its step."""
-
-    @property
-    def is_by_step(self) -> bool:
-        """Whether the last headline said a step, not an epoch."""
-        return self._word not in ("epoch", "")
-
-    def take(self, line: str, process: str) -> bool:
-        if head := _HEADLINE.search(line):
-            word = (head[1] or "step").lower()
-            if word == self._word or not self.is_by_step:
-                self.steps[""], self._is_fresh, self._word = int(head[2] or head[3] or head[4]), True, word
-            return False
-        values = self.named(line) or pairs(line) if self.steps else {}
-        if wanted(values):
-            is_own = not self.is_by_step and "epoch" in values  # it says its epoch itself
-            values |= self._more if self._is_fresh else {}
-            if not is_own:
-                self.below(process, self.steps[""], values)
-            return False  # these may be no headlines: another grammar may know the line's own step
-        rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(_RAY.sub("", line)) else []
-        if rows and rows[-1][0] == self.steps[""]:
-            rows[-1][1].update(values | rows[-1][1])
-        elif not self.is_by_step and (head := HEADED_BY_STEP.search(line)) and head[1].isdecimal():
-            if not wanted(pairs(line)) and not NOT_TRAINING.search(line):
-                epoch = _EPOCH.search(line)
-                self._more = {"epoch": float(epoch[1])} if epoch else {}
-                self.steps[""], self._is_fresh, self._word = int(head[1]), True, ""
-        return bool(rows)
 
 
 class ConsoleTable(Grammar):

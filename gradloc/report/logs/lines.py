@@ -24,7 +24,6 @@ from .grammars import (
     HEADED_BY_STEP,
     HEADED_GLOBALLY,
     Bar,
-    Blocks,
     Console,
     ConsoleTable,
     Grammar,
@@ -102,8 +101,8 @@ _CONFIG_LINES = 4000
 def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     console, json_lines, printed, labelled = Console(), Json(), Printed(), Labelled()
-    blocks, columns, headed, guessed = Blocks(), ConsoleTable(), Headed(), Guessed()
-    grammars = [console, json_lines, printed, blocks, Bar(), labelled, columns, headed, guessed]
+    columns, headed, guessed = ConsoleTable(), Headed(), Guessed()
+    grammars = [console, json_lines, printed, Bar(), labelled, columns, headed, guessed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
@@ -134,8 +133,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             saved[int(found["step"] or found["iteration"])] = found["path"] or found["folder"]
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
-        is_below = blocks.steps and (line[:1].isspace() or line[-1:] == ":")
-        is_below = is_below or headed.is_by_step and ":" in line or columns.names
+        is_below = columns.names or headed.is_by_step and (line[:1].isspace() or ":" in line)
         if not (is_below or any(map(line.__contains__, _WORDS)) or "- " in line and _WRAPPED.search(line)):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
@@ -163,7 +161,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             printed.draw(int(head[1]) if head[1].isdecimal() else 0, 0)
         if taken is not console and any(word in line for word in _OF_SKIPS):
             skipped.take(line, taken, process)
-        is_sifting = not (config.is_open or blocks.steps or headed.is_by_step or columns.names)
+        is_sifting = not (config.is_open or headed.is_by_step or columns.names)
     printed.count_by_bars()
     json_lines.count_by_epochs()
     is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
@@ -208,7 +206,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             best.add("", count if best.is_counted else skip.step or count, values)
     notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
     is_cut = text is None and not source.ends_whole
-    if best is taken and not isinstance(best, Json | Printed | Blocks) and is_cut:
+    if best is taken and not isinstance(best, Json | Printed | Headed) and is_cut:
         notes += _drop_cut_value(best, _plain(last))
     if len(best.rows) > 1 and all(len(rows) == 1 and str(rows[0][0]) == of for of, rows in best.rows.items()):
         best.rows = {"": [row for rows in best.rows.values() for row in rows]}  # 47: 0.25 is no process' line
