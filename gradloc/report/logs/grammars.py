@@ -3,14 +3,14 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import pairwise
 from sys import intern
 
 from ...record.files import parse_json
 from .names import as_step, is_norm, is_training_loss, number, numbers, one_value, step_of
-from .pairs import NUMBER, OF_TRAINING, as_float, pairs, wanted
+from .pairs import NUMBER, PAIRS, OF_TRAINING, as_float, pairs, wanted
 from .recording import OF_WATCH, Row
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
@@ -26,19 +26,18 @@ HEADED_BY_STEP = re.compile(
     rf"\b(?<!episode )(?:(?:global|train|training)[_ ])?steps?(?:\b|_)(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
-    rf"\b(?:(?:global|train|training)[_ ])?"
-    r"(?:iterations?|iter|num_updates|update|episode|(?<!train )batch(?: count)?(?=\W{0,3}\d+\s*/))\b"
-    rf"(?:\(\w+\))?{_STEP}"
-    r"|^\s*\[\s*(\d{1,15})\s*/\s*\d+\s*\](?!\s*\[)"  # [73/120]
-    r"|^(?:\[[\d:]+\] )?\[(\d{1,15})\]\s+(?=[a-z][\w-]*:)"  # [73]  train-logloss:0.4, as XGBoost has it
-    r"|^\s*(\d{1,15})/\d+[ :,|]+(?:\[[=>. ]*\]|[━╸╺]+|(?=[a-z(]))"  # 73/120 [====>....], as Keras has it
-    r"|[━╸╺]\s+(\d{1,15})/\d+\s+\d+:\d\d:"  # ━━━╸ 73/120 0:01:10, as rich draws a bar
-    r"|\[[=>#. ]{8,}\] (\d{1,15})/\d+(?=,)"  # Training [==>     ] 73/120, loss=0.3
-    r"|\bit(?:[=:]\s*| )(\d{1,15})(?=[ ,]|\s*\|)"
-    r"|^\s*(\d{1,15}) \| (?=[a-z])"  # 73 | loss 2.0 |
-    r"|\b(\d{1,12}(?:\.\d*)?k?)it/\d",  # 73it/120it, 4.60kit/100kit
+    rf"\b(?:iterations?|iter|it|num_updates|update|(?<!train )batch(?: count)?(?=\W{{0,3}}\d+\s*/))\b"
+    rf"(?:\(\w+\))?{_STEP}",
     re.IGNORECASE,
 )
+_COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, 73it [, wherever a bar is
+    r"(?<![\w./:-])(?<!epoch )(?<!epoch  )(?<!epoch: )(?<!epoch \[)(?<!epoch=)(?!0\d)"
+    r"(\d{1,15}(?:\.\d+(?=k))?k?)(?:(?:it)?\s*/\s*(?:\d+(?:\.\d+)?k?(?:it)?|\?)(?![\w./]*\d|[a-z]|\s+\d\d:\d\d))"
+    r"|\bepisode\b\W{0,3}(\d{1,15})"
+    r"|^\W*(\d{1,15})(?:\]\s+| [|:] )(?=[a-z])",  # [73] train-logloss:0.4, 73 | loss 2.0
+    re.IGNORECASE,
+)
+_NAMED_STEP = re.compile(r"\b(?:env_step|total_steps|total_timesteps)\b\W{0,3}(\d{1,15})()", re.IGNORECASE)
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
@@ -73,13 +72,15 @@ _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train:
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
     re.IGNORECASE,
 )
+_HEADS = (_HEADED, _IN_EPOCH, _BATCH, _NAMED_STEP, _COUNT)
+"""Forms of a step or of a place in an epoch, the surest first."""
 _STEP_COLUMNS = {"epoch", "step", "iter", "iteration", "itn.", "e", "#"}
 _LOSS_COLUMN = re.compile(r"loss|rmse_|\bbox +obj +cls\b", re.IGNORECASE)
 _OF_BOXES = {"box": "box_loss", "obj": "obj_loss", "cls": "cls_loss"}
 """Losses in YOLOv5's heads."""
 _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
-_BAR = re.compile(r"(\d{1,15})(?:/[\d?]+ \[[\d:]+<[^\],]*|it \[[\d:]+),\s*[^\],]*(?:[a-z]/s|s/[a-z]+),\s*([^\]]+)")
+_BAR = re.compile(r"\d{1,3}%\|[^|]*\|?|\[[=>. #]{8,}\]|[━╸╺]+|[▏▎▍▌▋▊▉█]+")
 DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
 
 
@@ -474,14 +475,19 @@ class Labelled(Grammar):
         return is_more
 
     def _take(self, line: str, process: str) -> bool:
+        is_bar = _BAR.search(line) is not None or DRAWN.search(line) is not None
+        if is_bar:
+            line = _BAR.sub(" ", line)
         head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and HEADED_BY_STEP.search(line))
-        head = head or _HEADED.search(line) or _IN_EPOCH.search(line) or _BATCH.search(line)
+        forms = _HEADS[-2:] if is_bar else _HEADS
+        head = head or next(filter(None, (form.search(line) for form in forms)), None)
         if not head:
             if "poch" in line and (epoch := _EPOCH.search(line)) and not NOT_TRAINING.search(line):
                 self._epoch = float(epoch[1])
             return False
         values = pairs(line, head.end())
-        is_other = NOT_TRAINING.search(line, 0, head.end()) is not None
+        first = PAIRS.search(line, head.end())
+        is_other = NOT_TRAINING.search(line, 0, first.start() if first else head.end()) is not None
         if is_other and not any(map(is_norm, values)):
             return False
         if not is_other:
@@ -507,6 +513,14 @@ class Labelled(Grammar):
         scale = {"k": 1e3, "m": 1e6}.get(text[-1].lower(), 1.0)  # 31K means a thousand steps
         self.is_late |= scale > 1
         step = round(float(text.rstrip("KMkm")) * scale)
+        rows = self.rows[process]
+        if is_bar and rows:
+            is_again = rows[-1][0] == step and rows[-1][1].get("epoch") == values.get("epoch")
+            if is_again:  # the last one has the step's own values
+                rows[-1][1].update(values)
+            if is_again or step == 0:  # not begun: it still has the values of the epoch before
+                self.num_drawn += sum(map(is_norm, values))
+                return True
         if total and "epoch" in values:
             return self._place(process, step, int(total[1]), values)
         return self.add(process, step, values)
@@ -556,10 +570,17 @@ class Labelled(Grammar):
                 rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
                 if not is_kept:
                     continue
-            length = known[0]
-            if len(set(known)) > 1 or not length or rows[0][0] > length:
+            length, num_alike = Counter(known).most_common(1)[0]
+            if 4 * num_alike > 3 * len(known):  # such as an evaluation's
+                rows = self.rows[process] = [row for row, its in zip(rows, known, strict=True) if its == length]
+            elif len(set(known)) > 1:
+                continue
+            if not length or rows[0][0] > length:
                 continue
             epochs = [int(values["epoch"]) for _, values in rows]
+            if len(rows) > 1 and all(step == length for step, _ in rows) and epochs == sorted(set(epochs)):
+                self.rows[process] = [(epoch, values) for epoch, (_, values) in zip(epochs, rows, strict=True)]
+                continue  # a line at the end of each epoch
             base = min(epochs[0], 1)  # epochs are counted from 0 or from 1
             self.is_late |= epochs[0] > 1
             if max(epochs) > base:
@@ -613,39 +634,3 @@ class ConsoleTable(Grammar):
         known.pop(self.names[self._step_at])
         values = {intern(name): value for name, value in known.items() if value is not None}
         return step is not None and len(values) > len(known) / 2 and self.add(process, step, values)
-
-
-class Bar(Grammar):
-    """Reads tqdm's text behind its bar: ``73/120 [01:10<00:45, 1.04it/s, loss=0.3, grad_norm=0.5]``."""
-
-    title = "a progress bar's values"
-
-    def take(self, line: str, process: str) -> bool:
-        bar = _BAR.search(line) or DRAWN.search(line)
-        values = {}
-        if bar is not None and NOT_TRAINING.search(line, 0, bar.start()) and "train" not in line[: bar.start()].lower():
-            return True  # an evaluation's
-        if bar is not None:  # behind the bar's counts, as its description, or printed over its end
-            values = pairs(line, *bar.span(2)) if bar.re is _BAR else pairs(line, 0, bar.start())
-            if (
-                not any(map(OF_TRAINING.search, values))
-                and (behind := line.find("]", bar.end())) > 0
-                and not _HEADED.search(line, behind)
-            ):
-                values = pairs(line, behind + 1)
-        if bar is None or not wanted(values):
-            return False
-        step = step_of(values)
-        step = int(bar[1]) if step is None else step
-        if epoch := _EPOCH.search(line, 0, bar.start()):
-            values.setdefault("epoch", float(epoch[1]))
-        rows = self.rows[process]
-        if step == 0 and rows:  # not begun: it still has the values of the epoch before
-            self.num_drawn += sum(map(is_norm, values))
-            return True
-        is_drawn_again = rows and rows[-1][0] == step and rows[-1][1].get("epoch") == values.get("epoch")
-        if is_drawn_again:  # the last one has the step's own values
-            rows[-1][1].update(values)
-            self.num_drawn += sum(map(is_norm, values))
-            return True
-        return self.add(process, step, values)

@@ -23,7 +23,6 @@ from .grammars import (
     DRAWN,
     HEADED_BY_STEP,
     HEADED_GLOBALLY,
-    Bar,
     Console,
     ConsoleTable,
     Grammar,
@@ -102,7 +101,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     console, json_lines, printed, labelled = Console(), Json(), Printed(), Labelled()
     columns, headed, guessed = ConsoleTable(), Headed(), Guessed()
-    grammars = [console, json_lines, printed, Bar(), labelled, columns, headed, guessed]
+    grammars = [console, json_lines, printed, labelled, columns, headed, guessed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
