@@ -80,8 +80,9 @@ _SAVED = re.compile(
     re.IGNORECASE,
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
-_WORDS = tuple(
-    "tep { iter Iter • │ orm oss it/ poch pisode eward LOSS STEP Cost cost perplexity [batch :[ nll grad".split()
+_WORDS = re.compile(
+    r"[{•│]|orm|oss|grad|tep|iter|poch|batch|reward|cost|perplexity|nll|xent|entropy|\bkl\b|return|it/|:\[",
+    re.IGNORECASE,
 )
 """Matches where a grammar may want a line: a quick look before any is tried."""
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
@@ -133,7 +134,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
         is_below = columns.names or headed.is_by_step and (line[:1].isspace() or ":" in line)
-        if not (is_below or any(map(line.__contains__, _WORDS)) or "- " in line and _WRAPPED.search(line)):
+        if not (is_below or _WORDS.search(line) or "- " in line and _WRAPPED.search(line)):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
             elif "<" not in line and found is None and 0 < len(line) < _LONGEST_SHAPE and len(shapes) < _MOST_SHAPES:
