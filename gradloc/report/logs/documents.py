@@ -41,9 +41,8 @@ def read_document(source: Source) -> list[Recording]:
     if document is None:
         return []
     if isinstance(document, dict) and "log_history" not in document:
-        lists = [part for part in document.values() if isinstance(part, list) and part and isinstance(part[0], dict)]
-        if len(lists) == 1 and "cells" not in document:  # {"metrics": [{"key": ..., "value": ...}, ...]}
-            document = lists[0]
+        if "cells" not in document and (entries := _entries_in(document)):
+            document = entries
     known = document if isinstance(document, dict) else {}
     made, entries = Recording(source.name, "JSON", notes=source.notes), None
     if isinstance(known.get("cells"), list):
@@ -64,6 +63,16 @@ def read_document(source: Source) -> list[Recording]:
     if not made.rows and (texts := texts_of(document)):
         return read_lines(source, "\n".join(texts))
     return [made]
+
+
+def _entries_in(document: dict, depth: int = 3) -> list[Any]:
+    """Return the one list of dicts in a document, as ``{"data": {"events": [{"metric": ..., "value": ...}]}}``; empty
+    where there are none or several.
+    """
+    lists = [part for part in document.values() if isinstance(part, list) and part and isinstance(part[0], dict)]
+    inner = (part for part in document.values() if isinstance(part, dict)) if depth else ()
+    lists += filter(None, (_entries_in(part, depth - 1) for part in inner))
+    return lists[0] if len(lists) == 1 else []
 
 
 def _read_notebook(source: Source, cells: list[Any]) -> list[Recording]:
@@ -144,7 +153,8 @@ def _entries_of(document: dict) -> list[dict]:
     if len(inner) == len(document) > 0:
         if all(str(key).isdecimal() and len(str(key)) < 16 for key in document):
             return [{"step": int(key), **values} for key, values in document.items()]
-        if all(value.keys() == inner[0].keys() for value in inner):
+        is_flat = not any(isinstance(each, dict | list) for value in inner for each in value.values())
+        if is_flat and all(value.keys() == inner[0].keys() for value in inner):
             document = {name: list(values.values()) for name, values in document.items()}
     lists = {str(name): values for name, values in document.items() if isinstance(values, list)}
     count = next((len(values) for name, values in lists.items() if is_norm(name)), 0)

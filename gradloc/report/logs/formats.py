@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from sys import stdin
 
@@ -214,6 +214,7 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
             source = (path.parent if is_event_file else path).relative_to(folder).as_posix()
             recording.source = folder.name if source == "." else source
             found.append(recording)
+    found = _joined(found)
     with_norms = [recording for recording in found if _norms(recording)]
     kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
     silent = [name for name in unread if LOGLIKE.search(name)]
@@ -271,6 +272,24 @@ def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
     names = first_of(list(dict.fromkeys(same)))
     notes = [f"{plural(len(same), 'other file')} of the folder held the same steps ({names})."] if same else []
     return [recordings[at] for at in sorted(kept)], notes
+
+
+def _joined(recordings: list[Recording]) -> list[Recording]:
+    """Return recordings, those of one metric each put together where they are of one folder and of the same steps, as
+    DeepSpeed's monitor and TensorBoard write a CSV for each metric.
+    """
+    kept: list[Recording] = []
+    first: dict[tuple, Recording] = {}
+    for recording in recordings:
+        steps, names = [step for step, _ in recording.rows], {*chain(*(values for _, values in recording.rows))}
+        key = recording.folder, recording.format, *steps
+        if len(names) > 1 or recording.is_counted or names & first.setdefault(key, recording).rows[0][1].keys():
+            kept.append(recording)  # the first of them, too
+            continue
+        for (_, values), (_, own) in zip(first[key].rows, recording.rows, strict=True):
+            values.update(own)
+        first[key].source = recording.folder.name
+    return kept
 
 
 def _norms(recording: Recording) -> list[float]:

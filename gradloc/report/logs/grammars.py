@@ -9,8 +9,8 @@ from itertools import pairwise
 from sys import intern
 
 from ...record.files import parse_json
-from .names import as_step, is_norm, is_training_loss, number, numbers, one_value, step_of
-from .pairs import NUMBER, PAIRS, OF_TRAINING, as_float, pairs, wanted
+from .names import as_step, is_norm, is_training_loss, leaves, long_columns, number, numbers, one_value, step_of
+from .pairs import NUMBER, PAIRS, as_float, pairs, wanted
 from .recording import OF_WATCH, Row
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
@@ -219,11 +219,14 @@ class Json(Grammar):
             return True
         if type(entry.get("rank")) is int:
             process = process or str(entry["rank"])
+        if long_columns(flat := leaves(entry)) is not None:
+            entry = flat
         values = numbers(entry)
         step = step_of(values)
         if step is not None and (one := one_value(entry)) is not None:
             return self.add(process, step, one)
-        if step is None and any(map(is_norm, values)):
+        # in a deeper one are the last, least and largest of a run
+        if step is None and any(is_norm(name) and {name, name.rpartition("/")[0]} & entry.keys() for name in values):
             self.is_counted = True
             step = len(self.rows[process]) + 1
         elif step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):

@@ -161,7 +161,16 @@ def long_columns(names: Iterable[Any]) -> tuple[str, list[str], str | None] | No
     value, key, run = (next((plain[name] for name in known if name in plain), None) for known in (VALUES, KEYS, _RUNS))
     if value is None or key is None:
         return None
-    return value, [key, *(plain[name] for name in _MORE if name in plain)], run
+    more = (plain[name] for name in plain if name in _MORE or name.startswith("metric.context."))  # the last are Aim's
+    return value, [key, *more], run
+
+
+def leaves(entry: Mapping[str, Any], depth: int = 4) -> dict[str, Any]:
+    """Return the texts and numbers of an entry by their own names, wherever in it they are, the outermost first."""
+    made = {name: value for name, value in entry.items() if isinstance(value, str | int | float)}
+    for inner in entry.values() if depth else ():
+        made = (leaves(inner, depth - 1) if isinstance(inner, Mapping) else {}) | made
+    return made
 
 
 def one_value(entry: Mapping[str, Any]) -> dict[str, float] | None:

@@ -20,6 +20,7 @@ from .recording import Recording, gather
 from .source import Source
 
 _TIMES = re.compile(r"relative time|wall time|^_?timestamp$|^_?runtime$|^time$|^date$", re.IGNORECASE)
+_DATE_AND_TIME = re.compile(r"(?<=\d\d\d\d-\d\d-\d\d) (?=\d\d:\d\d)")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
 _STEPS = re.compile(r"^\W*steps\W*$|/global_step$| step$", re.IGNORECASE)
@@ -49,7 +50,7 @@ def is_table(source: Source) -> bool:
         return False
     if _step_column(head) is None and not any(map(is_norm, head)):
         return False
-    rows = (line.split(None if delimiter == " " else delimiter) for line in lines[1:])
+    rows = (_words(line) if delimiter == " " else line.split(delimiter) for line in lines[1:])
     return any(abs(len(row) - len(head)) <= 1 and any(number(cell, True) is not None for cell in row) for row in rows)
 
 
@@ -60,7 +61,7 @@ def read_table(source: Source) -> list[Recording]:
     second = next(lines, "")
     lines = chain([second], lines)
     delimiter = _delimiter([first, second]) or ","
-    rows: Iterator[list[str]] = map(str.split, lines)
+    rows: Iterator[list[str]] = map(_words, lines)
     if delimiter != " ":
         rows = _readable(csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
     return read_columns(source, _head(first, delimiter), rows, delimiter)
@@ -79,7 +80,13 @@ def _delimiter(lines: list[str]) -> str | None:
     below = lines[1].split() if len(lines) > 1 else []
     has_step = _step_column(words) is not None or len(below) == 1 and _step_column(below) is not None
     has_pairs = any(":" in word or "=" in word for word in words)
-    return " " if has_step and any(map(is_norm, words)) and not has_pairs else None
+    is_one = any(map(is_norm, words)) or long_columns(words) is not None
+    return " " if has_step and is_one and not has_pairs else None
+
+
+def _words(line: str) -> list[str]:
+    """Return the cells of a printed row; a date and its time are one."""
+    return _DATE_AND_TIME.sub("T", line).split()
 
 
 def _head(line: str, delimiter: str) -> list[str]:
@@ -217,9 +224,9 @@ class _Table:
         if (found := long_columns(self.names)) is not None:
             value, keys, run = found
             return self.names.index(value), [*map(self.names.index, keys)], self.names.index(run) if run else None
-        lower = [name.lower() for name in self.names]
-        if "value" in lower and len(lower) <= 3:
-            return lower.index("value"), [], None
+        own = [at for at, name in enumerate(self.names) if at != self.step_at and name and not _TIMES.search(name)]
+        if [self.names[at].lower() for at in own] == ["value"]:
+            return own[0], [], None
         cells = {at: [self._text(row, at) for row in sample] for at in range(len(self.names)) if at != self.step_at}
         others = {at: kept for at, kept in cells.items() if not _TIMES.search(self.names[at]) and any(kept)}
         numeric = [at for at, kept in others.items() if any(number(c, True) is not None for c in kept)]
