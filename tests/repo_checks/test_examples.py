@@ -5,13 +5,11 @@ import doctest
 import importlib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 SHOWING = [path.relative_to(ROOT) for path in sorted(ROOT.glob("gradloc/**/*.py")) if ">>> " in path.read_text("utf-8")]
 
 
-@pytest.mark.parametrize("name", [".".join(path.with_suffix("").parts) for path in SHOWING])
-def test_a_docstring_s_examples_hold(name):
-    found = doctest.testmod(importlib.import_module(name))
-    assert found.attempted and not found.failed
+def test_a_docstring_s_examples_hold():
+    for path in SHOWING:
+        found = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
+        assert found.attempted and not found.failed, path
