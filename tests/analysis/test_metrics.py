@@ -107,10 +107,11 @@ def test_metrics_carry_the_guides_names():
     assert not any("entropy" in name for name in logged)
 
 
-def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
+def test_an_analysis_is_written_as_json_and_its_groups_as_csv_and_replaced_after_a_resume(tmp_path):
+    write_record(str(tmp_path), "gradient_analysis", record(metrics={"first": 1.0}))
     path = write_record(str(tmp_path), "gradient_analysis", record(metrics={"odd": float("nan")}))
     assert path == tmp_path / "gradient_analysis" / "step_51.json"
-    assert json.loads(path.read_text())["metrics"] == {"odd": "NaN"}
+    assert json.loads(path.read_text())["metrics"] == {"odd": "NaN"} and len(list(path.parent.iterdir())) == 2
     with open(path.parent / "group_rv_table_step_51.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["bucket"], row["group_id"], row["uid"]) for row in rows] == [
@@ -119,14 +120,6 @@ def test_an_analysis_is_written_as_json_and_its_groups_as_csv(tmp_path):
         ("bucket_2", "2", "c"),
     ]
     assert float(rows[2]["reward_std"]) == pytest.approx(8**0.5)
-
-
-def test_a_step_analysed_again_after_a_resume_replaces_its_files(tmp_path):
-    write_record(str(tmp_path), "gradient_analysis", record())
-    write_record(str(tmp_path), "gradient_analysis", record(metrics={"again": 1.0}))
-    folder = tmp_path / "gradient_analysis"
-    assert json.loads((folder / "step_51.json").read_text())["metrics"] == {"again": 1.0}
-    assert len(list(folder.iterdir())) == 2
 
 
 def test_the_group_table_goes_to_wandb_where_verl_logs_there():

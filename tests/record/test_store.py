@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events on disk: whole lines, names of their own, and files that whoever may read one may read."""
 
+import fcntl
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,18 @@ def test_a_cut_off_line_does_not_spoil_the_next_event(tmp_path):
     store.append({"b": math.nan, "c": [math.inf, -math.inf], "d": "é"})
     lines = (tmp_path / "events.jsonl").read_text("utf-8").splitlines()
     assert lines[0] == '{"a": 1}' and lines[-1] == '{"b": "NaN", "c": ["Infinity", "-Infinity"], "d": "é"}'
+
+
+def test_an_event_waits_for_another_process_that_is_writing_one(tmp_path):
+    with open(tmp_path / "events.jsonl", "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        writer = threading.Thread(target=EventStore(str(tmp_path)).append, args=({"a": 1},))
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive()
+        file.write(b'{"b": 1}\n')
+    writer.join(10)
+    assert (tmp_path / "events.jsonl").read_text().splitlines() == ['{"b": 1}', '{"a": 1}']
 
 
 def test_a_new_run_learns_that_the_folder_has_an_earlier_one_s_events(tmp_path):

@@ -27,9 +27,10 @@ def run(*words, path=REPO):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_page_is_written(tmp_path):
+def test_a_page_is_written_and_a_log_is_judged(tmp_path):
     run(write_run(tmp_path / "run", [make_event()], metrics=make_metrics()), "-o", tmp_path / "report.html")
     assert (tmp_path / "report.html").is_file()
+    run(REPO / "tests" / "data" / "logs" / "console" / "ray.log")
 
 
 @pytest.mark.full

@@ -33,11 +33,3 @@ def test_steps_are_skipped_as_the_plain_list_says_also_after_a_resume(seed):
     decide(first, norms[:75])
     second.load_state(json.loads(json.dumps(first.state())))
     assert decide(second, norms[75:]) == decided[75:]
-
-
-def test_what_is_not_finite_is_left_to_verl_and_not_remembered():
-    skip = SkipStep(SkipStepConfig(enable=True, window=8))
-    decide(skip, [1.0, 1.1, 0.9, 1.0])
-    before = skip.state()
-    assert decide(skip, [math.nan, math.inf]) == [False, False]
-    assert skip.state() == before

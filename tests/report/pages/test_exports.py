@@ -16,7 +16,8 @@ from gradloc.report.pages.markdown import escape, issue, to_markdown
 from gradloc.report.runs.events import Events
 from gradloc.report.runs.run import RunFolder, read_run
 from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run
-from tests.report.long_run import MADE_BY
+
+MADE_BY = {"project": "math", "trainer": "verl 0.9.1", "model": "Qwen/Qwen3-4B", "commit": "1f0c3a9be812"}
 
 
 def test_csv_has_a_line_per_culprit_and_one_for_an_event_without_and_no_cell_starts_a_formula(tmp_path):

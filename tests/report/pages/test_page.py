@@ -27,7 +27,6 @@ from tests.report.builder import (
     write_run,
 )
 from tests.report.golden import Html, found, payload
-from tests.report.long_run import write_long_run
 
 ALLOWED = set(
     "article p span b code details summary h2 h3 h4 small div dl dt dd mark section button fieldset legend label "
@@ -205,7 +204,7 @@ def test_a_record_with_almost_nothing_in_it_has_a_page(tmp_path):
 
 
 def test_a_page_of_norms_and_their_maxima_knows_one_median(tmp_path):
-    run = read_run(write_long_run(tmp_path / "healthy", num_events=0))
+    run = read_run(write_run(tmp_path, metrics=make_metrics(300, ())))
     said = re.search(r"the run's median of ([\d.]+)\.", html.unescape(page.render(run)))
     assert ("median norm", said[1]) in page.facts(run)
 
