@@ -17,7 +17,6 @@ import io
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import random
 import shutil
@@ -35,10 +34,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 import gradloc
-from lab.benchmarks.run import Record, about, finish, parser
+from lab.benchmarks.run import Record, about, finish, in_processes, parser
 from lab.experiments import verdict
 from lab.output import table
 
@@ -413,10 +411,6 @@ def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record
     }
 
 
-def _measured(cell: tuple[str, int, list[tuple[str, bool]]]) -> list[Record]:
-    return measure(*cell)
-
-
 def warnings(model: str, seed: int, steps: int) -> list[Record]:
     """Return the early warnings of a run without a fault."""
     torch.set_num_threads(1)
@@ -436,10 +430,6 @@ def warnings(model: str, seed: int, steps: int) -> list[Record]:
         shutil.rmtree(folder)
     early = [line for line in heard if "as usual" in line or "outside of the optimizer" in line]
     return [{"model": model, "seed": seed, "steps": steps, "warnings": early}]
-
-
-def _warned(cell: tuple[str, int, int]) -> list[Record]:
-    return warnings(*cell)
 
 
 def matrix(rows: list[Record]) -> str:
@@ -538,15 +528,14 @@ def main() -> int:
     if args.healthy:
         count = max(args.healthy // 500, 1)
         cells: list[Any] = [(models[i % len(models)], fresh.randrange(2**30), 500) for i in range(count)]
-        work: Any = _warned
+        work: Any = warnings
     else:
         seeds = args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)]
         kinds = list(itertools.product(args.fault or FAULTS, (False, True)))
         cells = [(model, seed, kinds) for model, seed in itertools.product(models, seeds)]
-        work = _measured
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for found in tqdm(pool.imap_unordered(work, cells), total=len(cells)):
-            rows += found
+        work = measure
+    for found in in_processes(work, cells, args.processes):
+        rows += found
     if args.healthy:
         text = warned(rows)
     else:

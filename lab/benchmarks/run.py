@@ -4,10 +4,13 @@
 import argparse
 import ast
 import hashlib
+import multiprocessing
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,18 @@ def as_typed(name: str, arguments: list[str] | None = None) -> str:
         at = given.index("--out")
         del given[at : at + 2]
     return shlex.join(["python", "-m", f"lab.benchmarks.{name}", *given])
+
+
+def in_processes(work: Callable[..., Any], cells: Sequence[tuple[Any, ...]], processes: int = 2) -> Iterator[Any]:
+    """Yield ``work(*cell)`` of each cell as it ends, computed in spawned processes, and show a bar."""
+    from tqdm import tqdm  # imported here, since the GPU's benchmark needs torch alone
+
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from tqdm(pool.imap_unordered(partial(_call, work), cells), total=len(cells))
+
+
+def _call(work: Callable[..., Any], cell: tuple[Any, ...]) -> Any:
+    return work(*cell)
 
 
 def about(name: str, arguments: list[str] | None = None) -> Record:

@@ -11,7 +11,6 @@ token's norm, and the norm without the named tokens. Writes worlds.json and worl
 """
 
 import json
-import multiprocessing
 import random
 import statistics
 import sys
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from lab.benchmarks.run import REPO, Record, about, finish, parser
+from lab.benchmarks.run import REPO, Record, about, finish, in_processes, parser
 from lab.output import table
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -325,14 +324,13 @@ def _norm_without(step: Any, space: Any, named: Any) -> float:
 # ---- running them
 
 
-def _alone(given: tuple[int, str | None, dict]) -> Record:
-    """Search a world of one rank in this process."""
-    seed, precision, search = given
+def _alone(*given: Any) -> Record:
+    """Search a world of one rank in this process; see :func:`tried`."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
         store = tempfile.mkdtemp()
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
-    return tried(seed, precision, search)
+    return tried(*given)
 
 
 def tried(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
@@ -351,9 +349,7 @@ def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str
 
     alone = [seed for seed in seeds if plan_of(seed, precision).ranks == 1]
     rows = []
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        given = [(seed, precision, search or {}) for seed in alone]
-        rows += tqdm(pool.imap_unordered(_alone, given), "one rank", len(alone))
+    rows += in_processes(_alone, [(seed, precision, search) for seed in alone])
     with World(2, preloaded=()) as ranks:
         for seed in tqdm([seed for seed in seeds if seed not in set(alone)], "two ranks"):
             given = {"seed": seed, "precision": precision, "search": search}

@@ -9,18 +9,15 @@ A run that was stopped goes on with ``--resume``. Packages that are not installe
 """
 
 import json
-import multiprocessing
 import random
 import sys
 from collections import Counter
 from pathlib import Path
 
-from tqdm import tqdm
-
-from lab.benchmarks.run import about, finish, parser, write
+from lab.benchmarks.run import about, finish, in_processes, parser, write
 from lab.benchmarks.spikes.collection import KINDS, models_of
 from lab.benchmarks.spikes.natural import NATURAL
-from lab.benchmarks.spikes.scoring import measured, picture, report
+from lab.benchmarks.spikes.scoring import measure, picture, report
 from lab.benchmarks.spikes.tools import TOOLS
 
 
@@ -53,10 +50,9 @@ def main() -> int:
         for seed in (args.seed or _fresh_seeds(args.seeds * (1 + (kind in NATURAL))))[done[kind, model] :]
     ]
     record = {**about("spikes"), "versions": versions, "settings": settings}
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for found in tqdm(pool.imap_unordered(measured, cells), total=len(cells)):
-            rows.append(found)
-            write({**record, "rows": rows}, args.out, "spikes")
+    for found in in_processes(measure, cells, args.processes):
+        rows.append(found)
+        write({**record, "rows": rows}, args.out, "spikes")
     order = [*KINDS, *NATURAL]
     rows.sort(key=lambda row: (order.index(row["kind"]), row["model"], row["seed"]))
     finish({**record, "rows": rows}, args.out, "spikes", report(rows))

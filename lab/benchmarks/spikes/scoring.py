@@ -190,8 +190,3 @@ def sentence(rows: Sequence[Record]) -> str:
     """Return how many runs spiked."""
     num_spikes, what = sum(row["spike"] is not None for row in rows), "with a fault" if planted(rows) else "without one"
     return f"{len(rows)} runs {what}; {num_spikes} had a norm {TIMES:g} times the usual one, and are compared."
-
-
-def measured(cell: tuple[str, str, int, list[str]]) -> Record:
-    """Return :func:`measure` of a cell."""
-    return measure(*cell)
