@@ -2,29 +2,27 @@
 """Plant two faults in each of transformers' causal language models that can be made tiny, and read what is named.
 
     python -m lab.benchmarks.architectures                    # all, in float32; some minutes
-    python -m lab.benchmarks.architectures llama mamba --out FILE
+    python -m lab.benchmarks.architectures llama mamba --out FOLDER
 
 Each model is trained by a plain loop under ``gradloc.Watch``, which knows nothing of it. One fault is a token whose
 loss weighs 3,000 times as much, the other a learning rate that is too large for one step. The truth is the same run
 without the fault. Writes architectures.json.
 """
 
-import argparse
 import logging
 import math
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
+from tqdm import tqdm
 
 import gradloc
 from lab.benchmarks.links import read_events
-from lab.output import write_json
+from lab.benchmarks.run import about, finish, parser
 
-RESULTS = Path(__file__).parent / "results" / "architectures.json"
 ROWS, LENGTH, MICRO_BATCHES, VOCABULARY = 2, 10, 3, 64
 STEPS, SPIKE, PLACE = 7, 6, (2, 4)
 """Optimizer steps, the one that spikes, and the planted token's row and position in it."""
@@ -147,25 +145,20 @@ def sentence(record: dict[str, Any]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure the families, and write their record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="as transformers calls them; default: all")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
     import transformers
-    from rich.progress import track
 
+    options = parser("architectures", __doc__)
+    options.add_argument("families", nargs="*", default=[*FAMILIES], help="as transformers calls them; default: all")
+    given = options.parse_args(arguments)
     logging.getLogger("gradloc").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    families = {family: measure(family) for family in track(given.families, "models")}
-    record = {
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "families": families,
-    }
-    write_json(given.out, record)
-    print(sentence(record))
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    families = {family: measure(family) for family in tqdm(given.families)}
+    record = {**about("architectures", arguments), "versions": versions, "families": families}
+    finish(record, given.out, "architectures", sentence(record))
 
 
 if __name__ == "__main__":
