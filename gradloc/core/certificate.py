@@ -127,7 +127,7 @@ class Removal:
     can_afford: Callable[[int], bool] = lambda _: True
     """Whether this many more probes may be made. One pass over the micro-batches always may."""
     parts: Sequence[Sequence[Token]] = ()
-    """The culprits in parts, quietest first, whose norms are wanted as well; none: one part."""
+    """The culprits in parts, loudest first, whose norms are wanted as well; none: one part."""
     least_norm: float = 0.0
     """A lower bound on the sum of the norms of the parts, which may cancel each other in the spike."""
     on_part: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
@@ -161,7 +161,7 @@ class Removal:
         norm = max(self.norm_before, self.least_norm)
         subtracts = is_subtraction_precise(self.prober, norm, self.threshold, len(self.culprits))
         cost = (
-            sum(len(micro_batches_with(part)) for part in [*parts, parts[-1]])
+            sum(len(micro_batches_with(part)) for part in [*parts, parts[0]])
             if subtracts
             else 3 * len(micro_batches_with(self.culprits))
         )
@@ -173,37 +173,61 @@ class Removal:
 
     def _subtract(self, parts: Sequence[Sequence[Token]]) -> _Measurement | None:
         prober, space = self.prober, self.prober.space
-        others, own, products = None, [], []
-        for number, part in enumerate(parts):
-            prober.compute_only(part, micro_batches_with(part))
-            own.append(space.run_local_synced(space.own_squares))
-            if self.on_part is not None:
-                products.append(space.run_local_synced(lambda: space.own_dots(space.current(), self.spike)))
-            if number < len(parts) - 1:
-                if others is not None:
-                    prober.add(others)
-                others = space.keep()
-        loudest = space.keep()
-        prober.compute_only(parts[-1], micro_batches_with(parts[-1]), factor=-_SECOND)
+        loudest, *others = parts
+        own: list[torch.Tensor] = []
+        products: list[torch.Tensor] = []
+
+        def compute(part: Sequence[Token], factor: float = 1.0) -> None:
+            prober.compute_only(part, micro_batches_with(part), factor=factor)
+            if factor == 1.0:
+                own.append(space.run_local_synced(space.own_squares))
+                if self.on_part is not None:
+                    products.append(space.run_local_synced(lambda: space.own_dots(space.current(), self.spike)))
+
+        compute(loudest)
+        first = space.keep()
+        compute(loudest, factor=-_SECOND)
         space.scale(1.0 / _SECOND)
-        prober.add(loudest)
-        own.append(space.run_local_synced(space.own_squares))
+        prober.add(first)
+        own.insert(0, space.run_local_synced(space.own_squares))
+        if others and self._is_lost(own, products, len(parts)):
+            return None
         # Let g be the culprit's gradient, and n that of the loss that passes through no token. The first backward gave
         # g + n; the second, times 4/3, -g + 4/3 n; their sum is 7/3 n. Times 3/7 it is n, and n less the first is -g.
         space.scale(_SECOND / (1.0 + _SECOND))
-        for gradient, alpha in ((loudest, -1.0), (others, -1.0), (self.spike, 1.0 / self.scale)):
-            if gradient is not None:
-                prober.add(gradient, alpha)
+        prober.add(first, alpha=-1.0)
+        prober.add(self.spike, alpha=1.0 / self.scale)
+        for part in others:
+            rest = space.keep()
+            compute(part)
+            space.scale(-1.0)
+            prober.add(rest)
         *sums, _ = space.reduce_all(lambda: [*own, space.own_squares(), *products])
-        squares = sums[: len(parts) + 2]
-        if self.on_part is not None:
-            for number, dots in enumerate(sums[len(squares) :]):
-                self.on_part(number, squares[number], dots)
-        *norms, difference, norm_after = (math.sqrt(float(each.sum())) for each in squares)
+        squares, dots = sums[: len(parts) + 2], sums[len(parts) + 2 :]
+        self._pass_on(squares[1:], dots)
+        difference, *norms, norm_after = (math.sqrt(float(each.sum())) for each in squares)
         norm = sum(norms)
-        noise = CERTAIN * len(parts) ** 0.5 * difference + unit_of(prober) * norm  # other parts differ by no more
         rounding = self._rounding(len(self.culprits) + 2, norm)
+        noise = self._noise(difference, norm, len(parts))
         return self._decided(norm_after, rounding, noise, difference, "subtract")
+
+    def _is_lost(self, own: list[torch.Tensor], products: list[torch.Tensor], num_parts: int) -> bool:
+        """Return whether the loudest part's two backwards differ too much for the others to be worth theirs."""
+        *sums, _ = self.prober.space.reduce_all(lambda: [*own, *products])
+        difference, norm = (math.sqrt(float(each.sum())) for each in sums[:2])
+        is_lost = self.threshold is not None and self._noise(difference, norm, num_parts) >= self.threshold / 4
+        if is_lost:
+            self._pass_on(sums[1:2], sums[2:])
+        return is_lost
+
+    def _noise(self, difference: float, norm: float, num_parts: int) -> float:
+        """Bound the error of parts of this norm together, if the loudest one's two backwards differ by this much."""
+        return CERTAIN * num_parts**0.5 * difference + unit_of(self.prober) * norm  # other parts differ by no more
+
+    def _pass_on(self, squares: Sequence[torch.Tensor], dots: Sequence[torch.Tensor]) -> None:
+        if self.on_part is not None:
+            for number, dot in enumerate(dots):
+                self.on_part(number, squares[number], dot)
 
     def _swap(self) -> _Measurement | None:
         prober, space = self.prober, self.prober.space

@@ -28,8 +28,7 @@ from .step_causes import auxiliary_sizes, certify_nothing, doubt_backward, split
 from .task import SearchResult, Span, Task, tokens_of, verify
 
 _ODD = 0.15  # of closure: a gradient in half precision is mostly off by less
-_ENOUGH = 0.75  # of the threshold: a smaller unread part needs no reading
-_MOST = 0.75  # of what is missing: norms are off by what is loud
+_MOST = 0.75  # of the threshold, or of what is missing: the rest needs no reading, since norms are off by what is loud
 _UNLIKELY = 2.0  # times what micro-batches' norms say that they carry
 
 
@@ -121,7 +120,7 @@ class _AutoSearch:
         """Return which of the unread micro-batches to read next, given with their norms, loudest first: those that
         account for this part of what is missing of R."""
         missing = abs(1 - shares.closure)  # over 1: something takes it back
-        least = (_ENOUGH * self.task.reference) ** 2
+        least = (_MOST * self.task.reference) ** 2
         error = CERTAIN * shares.noise if self.is_precise else _ODD
         if not unread or missing < error or missing * shares.square < least or shares.unseen * shares.square < least:
             return []

@@ -48,8 +48,11 @@ def propose(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Span]:
         found = similar if sum_products(task, shares, similar) > shares.square / 2 else []
     left = shares.square - sum_products(task, shares, found) if shares.is_trusted else math.inf
     # tokens that cancel each other are left where the spans account for the spike: such a hint must make one by itself
-    least = task.reference if abs(left) < task.reference**2 else task.culprit_norm
+    is_open = not abs(left) < task.reference**2
+    least = task.culprit_norm if is_open else task.reference
     hints = find_by_coefficient(task, MAX_MISSES, [*named, *found], least)
+    if found and is_open and shares.is_trusted:
+        hints = _confirm(task, shares, [*named, *found], hints, left)
     if found or not is_read:
         return found + hints
     sizes = [part.abs() for part in shares.products]
@@ -103,6 +106,19 @@ def find_similar(task: Task, shares: ShareMap, named: Sequence[Span]) -> list[Sp
     least, per_norm = task.culprit_norm**2, shares.square**-0.5
     found = find_by_value(task, shares.products.__getitem__, least, named, per_norm)
     return [replace(token, threshold=least * per_norm) for token in found]
+
+
+def _confirm(task: Task, shares: ShareMap, named: Sequence[Span], hints: Sequence[Span], left: float) -> list[Span]:
+    """Return the hints; those that carry most of ``left``, the part of ||R||^2 that is not ``named``'s, need no
+    backward if their shares prove half of a culprit's norm."""
+    norm, least = shares.square**0.5, task.culprit_norm / 2
+    bounds = [shrunk(products.abs(), shares.doubt(index)) / norm for index, products in enumerate(shares.products)]
+    loud = find_by_value(task, bounds.__getitem__, least, named, 1.0) if hints else []
+    places = {(hint.micro_batch, hint.rank, hint.start) for hint in hints}
+    proved = [token for token in loud if (token.micro_batch, token.rank, token.start) in places]
+    if not sum_products(task, shares, proved) > left / 2:
+        return list(hints)
+    return [replace(token, threshold=least) for token in proved] + drop_overlapping(proved, hints)
 
 
 def sum_products(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:

@@ -21,7 +21,7 @@ def few_to_measure(task: Task, culprits: list[Span]) -> dict[str, Any]:
     at = {span.micro_batch for span in measured}
     parts = [[span for span in measured if span.micro_batch == index] for index in sorted(at)]
     parts += [[span] for span in culprits if not span.is_exact]
-    parts.sort(key=lambda part: max(span.norm for span in part))
+    parts.sort(key=lambda part: -max(span.norm for span in part))
 
     def take_norm(number: int, squares: torch.Tensor, dots: torch.Tensor) -> None:
         span = parts[number][0]

@@ -172,7 +172,8 @@ class ShareMeasurement:
         """Read these micro-batches, at this step or a better one; returns what they read and the step."""
         found, response = self._read(weights, step, part)
         least = min(self.target / 4, self.rounding / _FINE) if is_first else 0.0
-        if response == 0 or least <= response <= 2 * self.target:  # beyond it curvature's error is four times as large
+        most = max(2 * self.target, (_FINE / _CURVATURE) ** 0.5)  # beyond it curvature's error is worth a step
+        if response == 0 or least <= response <= most:
             return found, step
         step *= min(max(self.target / response, 0.1), 10.0)  # an inf makes it a tenth
         return self._read(weights, step, part)[0], step

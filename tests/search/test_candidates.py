@@ -182,6 +182,16 @@ def test_a_coefficient_points_at_a_token_where_the_others_have_little(size, num_
     assert [span.start for span in kept] == list(range(num_found)) and all(span.norm == 0 for span in kept)
 
 
+@pytest.mark.parametrize(("product", "needs_backward"), [(60.0, False), (40.0, True)])
+def test_a_hint_that_carries_most_of_what_is_left_needs_no_backward_if_its_share_proves_half(product, needs_backward):
+    products = [torch.tensor([[9900.0, 0.0, product, 0.0]], dtype=torch.float64)]
+    known = {"is_trusted": True, "is_exact": True, "closure": 1.0, "doubt": lambda index: products[index] * 0}
+    shares = SimpleNamespace(square=1e4, products=products, **known)
+    span, hint = propose(one_rank([[[5.0, 0.01, 5.0, 0.01]]], reference=4.0), shares, ())
+    assert (span.start, hint.start) == (0, 2)
+    assert (hint.norm < hint.threshold) is needs_backward
+
+
 def test_what_tokens_carry_adds_up():
     task = one_rank([[[0.0] * 3], [[0.0] * 3]])
     shares = SimpleNamespace(products=[torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([[8.0, 16.0, 0.0]])])

@@ -78,6 +78,19 @@ def test_where_a_tenth_does_not_decide_a_micro_batch_that_has_tokens_left_tells_
     assert close.error_bound < decided.error_bound
 
 
+def test_of_several_parts_the_loudest_shows_by_two_backwards_that_none_can_be_subtracted():
+    batch = random_batch(build("tiny")).planted({(1, 2): 3e3, (5, 1): 1e3})
+    step, space = trained(batch)
+    spike, prober, measured = space.take(), Prober(step, space, Ranks()), []
+    parts = [[Token(0, 0, int(batch.mask[0].sum()) + 2)], [Token(1, 0, int(batch.mask[4].sum()) + 1)]]
+    before = space.norm(spike)
+    known = {"parts": parts, "on_part": lambda number, *_: measured.append(number)}
+    with unrepeatable(step.model, 0.1):
+        found = Removal(prober, spike, 1.0, before, before / 40, sum(parts, []), **known).certify()
+    assert found.method == "recompute" and prober.num_backwards == 2 + 4
+    assert measured == [0], "the loudest one's norm is known all the same"
+
+
 @pytest.mark.slow
 def test_every_cell_keeps_its_word():
     rows = measure(seeds=2)
