@@ -177,7 +177,7 @@ def find_usual_pull(task: Task) -> UsualPull:
     place = _USUAL * len(known)
     further = place + 2 * math.sqrt(place * (1 - _USUAL))
     pull = known[int(place)]
-    is_scaled = not has_ordinary if is_telling else pull > UNUSUAL
+    is_scaled = not has_ordinary if is_telling else pull * task.unit > UNUSUAL
     return UsualPull(pull, known[min(math.ceil(further), len(known) - 1)], is_scaled)
 
 

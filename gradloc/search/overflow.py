@@ -98,6 +98,7 @@ def rescale_task(task: Task, known: Sequence[Span] = ()) -> RescaledTask | None:
         max_culprits=task.max_culprits - len(known),
         limit=task.limit,
         increments=sizes if all(map(math.isfinite, sizes)) else None,
+        usual_coefficient=task.usual_coefficient,
         unit=unit,
         square=norm**2,
         original=task,

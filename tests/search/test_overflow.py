@@ -58,6 +58,17 @@ def test_so_is_one_of_either_rank_s(bare_world, layout):
     assert found["places"] == [(3, 5)] and found["verdict"] == "explained" and found["restored"]
 
 
+@pytest.mark.parametrize("factor", [1e21, 1e23])
+def test_no_token_is_named_of_a_batch_that_is_scaled_as_a_whole(factor):
+    healthy = random_batch(build("tiny"), length=64, seed=1)
+    step, space = trained(healthy.edited(advantages=healthy.advantages * factor))
+    found = localize(step, space, Ranks(), spike_of(healthy, math.inf, 20.0), 1.0)
+    assert not found.tokens and found.certificate.verdict == "not_explained"
+    typical = {"coefficient": (1.0 / healthy.num_tokens, 3.0)}
+    found = localize(step, space, Ranks(), spike_of(healthy, math.inf, 20.0), 1.0, typical=typical)
+    assert not found.tokens and found.source.label == "batch_scale"
+
+
 def test_a_backward_that_is_not_finite_by_itself_is_traced_as_before():
     model = build("tiny")
     batch = random_batch(model)
