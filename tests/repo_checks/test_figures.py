@@ -205,6 +205,14 @@ def test_what_the_trigger_s_page_says_of_series_is_the_record_s():
     assert len(grown) == 12 and {(rule["unseen"]["median"], rule["back"]["median"]) for rule in grown} == {(0, 1)}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_each_picture_of_a_page_names_the_command_that_draws_it(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    before = [above for above, line in zip(["", *lines], lines, strict=False) if line.startswith("![")]
+    commands = [re.match("<!-- drawn by (python|gradloc|./run_experiment.sh) ", line) for line in before]
+    assert all(commands), before
+
+
 # ---- the demo's run in examples/
 
 
