@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ...explain.aftermath import Aftermath
 from ...explain.numbers import number, percent
 from ...explain.story import culprits_in_words
 from ...explain.text import one_line, plural, printable, spoken, visible
@@ -80,11 +79,11 @@ def render(run: RunFolder, events: Events | None = None) -> str:
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
     diagnosis = run.diagnoses[0] if run.runs and not chosen else None
-    sparks: list[tuple[Aftermath, str]] = []
+    sparks: list[tuple] = []
     if diagnosis:
         run.notes += diagnosis.limits
         if explosion := diagnosis.worst:
-            sparks = [(part, drawings.spark(part, explosion.peak.step)) for part in aftermath(explosion)]
+            sparks = [(part, *drawings.spark(part, explosion.peak.step)) for part in aftermath(explosion)]
     return fill(
         "report.html",
         script_data.run_chart(run, health, diagnosis),
@@ -182,7 +181,8 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     made.filters.update(
-        (used.__name__, used) for used in (number, percent, visible, one_line, plural, spoken, breakable)
+        (used.__name__, used)
+        for used in (number, percent, visible, one_line, plural, spoken, breakable, drawings.finite)
     )
     made.filters["svg"], made.filters["kind"] = Markup, lambda block: type(block).__name__
     made.globals.update(culprits_in_words=culprits_in_words, place_in_batch=place_in_batch, ranges=ranges)

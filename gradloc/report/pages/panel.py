@@ -47,10 +47,9 @@ class Panel:
             for name, content in pictures.items()
         }
         self.siblings = _siblings(event, sequences)
-        self.heat, self.is_heat_whole = drawings.heat_map(event)
-        self.layers = drawings.layer_bars(event)
+        self.heat, self.layers = drawings.heat_map(event), drawings.layer_norms(event)
         parts = impact_of(event, run.metrics.known).parts
-        self.sparks = [(part, drawings.spark(part, event.step.global_step)) for part in parts]
+        self.sparks = [(part, *drawings.spark(part, event.step.global_step)) for part in parts]
 
     @property
     def default(self) -> str:
