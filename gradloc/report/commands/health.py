@@ -19,6 +19,7 @@ from ..runs.spikes import missing_norm
 from . import EXIT_CODES, add_fail_on, add_log_arguments, add_set_argument, assignments, exit_code
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
+"""Each state's mark and style."""
 STRIP_WIDTH, STRIP_LINES = 60, 5  # in a longer run, a mark is several steps
 EPILOG = f"""\
 examples:

@@ -35,10 +35,10 @@ from ..runs.health import RunHealth, judge
 from ..runs.run import RunFolder, read_run
 from ..runs.spikes import Judged
 from . import add_log_arguments
+from .health import MARKS
 
 EVENTS = 8
 """Events listed: the last ones."""
-STYLES = {"healthy": "green", "warning": "yellow", "danger": "bold red"}
 
 
 class Follower:
@@ -87,7 +87,7 @@ def view(follower: Follower, width: int, is_live: bool = True) -> Group:
     health = judge(run.metrics)
     parts = [_head(run, health), *_curve(run, max(width - 12, 20))]
     for reason in health.verdicts[-1].reasons if health else ():  # what is wrong at the last step
-        name = (reason.name.replace("_", " "), STYLES[reason.state])
+        name = (reason.name.replace("_", " "), MARKS[reason.state][1])
         parts.append(Text.assemble(name, f": {reason.sentence}"))
     parts.append(Text())
     if run.events:
@@ -127,7 +127,7 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
         line.append(f"  threshold {number(threshold, 3)}", style="not bold")
     if health:
         state = "too short to judge" if health.is_too_short else health.state
-        line.append("  ").append(state, style=STYLES[health.state])
+        line.append("  ").append(state, style=MARKS[health.state][1])
     return line
 
 

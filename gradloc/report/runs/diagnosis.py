@@ -27,6 +27,7 @@ from ..memory import uncollected
 from .health import LOSSES, ranges
 from .signals import (
     EFFECTS,
+    LOSS,
     Sign,
     begins,
     findings,
@@ -88,7 +89,7 @@ class Diagnosis:
     def ground(self) -> str:
         """A sentence on the rows and metrics that the run was judged from."""
         metrics = self.run.metrics
-        names = [metrics.norm or "", *(metrics.first(known) for _, known, *_ in EFFECTS)]
+        names = [metrics.norm or "", *(metrics.first(effect.names) for effect in EFFECTS)]
         own = dict.fromkeys(metrics.own(name) for name in names if name)
         count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
         num_skips = sum(not skip.is_nan_loss for skip in self.run.skips)
@@ -138,7 +139,7 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     """Diagnose a run that logs no gradient norm."""
     missing = missing_norm(run.parts[-1], run.name)
     made = Diagnosis(run, missing, limits=[*_unseen(run), *minor_skips(run), *_overwritten(run)])
-    counts = (len(run.metrics.known(name)) for _, names, *_ in EFFECTS for name in names)
+    counts = (len(run.metrics.known(name)) for effect in EFFECTS for name in effect.names)
     made.is_judged = bool(signs) or max(counts) > HealthConfig().warmup
     if signs:
         made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
@@ -296,17 +297,17 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     changes, steady, lasting = [], [], set()
     is_growth = worst.kind == "growth"  # it is its own aftermath
     within, last = (None, worst.first) if is_growth else (_WITHIN, worst.steps[-1].step)
-    for effect, names, fall, rise in EFFECTS:
-        known = metrics.known(metrics.first(names))
-        if effect == "loss" and not loss_of(metrics)[1]:
+    for effect in EFFECTS:
+        known, title = metrics.known(metrics.first(effect.names)), effect.title
+        if effect is LOSS and not loss_of(metrics)[1]:
             continue  # where there is a reward, the loss says nothing
-        change = _change(known, worst.first, fall, rise, within)
+        change = _change(known, worst.first, effect.fall, effect.rise, within)
         if change:
-            changes.append(f"{effect} {change.sentence}")
-            lasting |= set() if change.is_back else {effect}
-            steady += [effect] if effect in _DECIDING and change.is_back else []
-        elif sum(step > last for step, _ in known) >= _LEVEL and effect in ("reward", "entropy", "loss"):
-            steady.append(effect)
+            changes.append(f"{title} {change.sentence}")
+            lasting |= set() if change.is_back else {title}
+            steady += [title] if title in _DECIDING and change.is_back else []
+        elif sum(step > last for step, _ in known) >= _LEVEL and title in ("reward", "entropy", "loss"):
+            steady.append(title)
     is_harmless = bool(_DECIDING & {*steady}) and not lasting
     hurt = True if _DECIDING & lasting else False if is_harmless else None
     if changes:
@@ -317,7 +318,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
     else:
         effects = "the log has no reward, entropy or loss, so its effect is unknown"
-        if any(metrics.first(names) for _, names, *_ in EFFECTS):
+        if any(metrics.first(effect.names) for effect in EFFECTS):
             effects = f"too few steps follow in the log to see what it did to {_deciding(metrics)}"
     return f"{capitalized(effects)}.", hurt
 
@@ -326,7 +327,7 @@ def aftermath(worst: Explosion) -> list[Aftermath]:
     """Return metrics around an explosion for small curves: reward and entropy, then those that changed, then others."""
     metrics, made = surviving(worst.segment), []
     last = worst.steps[-1].step
-    for title, names, fall, rise in EFFECTS:
+    for title, names, fall, rise, _ in EFFECTS:
         known = metrics.known(metrics.first(names))
         before = [point for point in known if point[0] < worst.first][-_NEAR:]
         near = before + [point for point in known if worst.first <= point[0] <= last]

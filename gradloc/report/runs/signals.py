@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
+from typing import NamedTuple
 
 from ...explain.numbers import number
 from ...explain.text import numbered, plural
@@ -18,17 +19,29 @@ from ..logs.recording import SKIPPED, Metrics, Skip
 from ..logs.segments import LoggedRun
 from .health import LOSSES, ranges
 
+
+class Effect(NamedTuple):
+    """A metric by which an explosion's effects show; its bounds are multiples of the earlier value."""
+
+    title: str
+    names: tuple[str, ...]
+    """Names of the metric, by preference."""
+    fall: float | None
+    rise: float | None
+    collapse: tuple[float | None, float | None] = (None, None)
+    """The fall and the rise that are a collapse in a run without odd norms."""
+
+
+REWARD = Effect("reward", SCORES, 0.7, None, collapse=(0.5, None))
+LOSS = Effect("loss", LOSSES, None, 1.3, collapse=(None, 1.5))
 EFFECTS = (
-    ("reward", SCORES, 0.7, None),
-    ("entropy", ENTROPY, 0.5, 2.0),
-    ("KL to the reference", REFERENCE_KL, None, 5.0),
-    ("mismatch KL", ("rollout_corr/kl",), None, 5.0),
-    ("response length", (LENGTH,), 0.5, 1.5),
-    ("loss", LOSSES, None, 1.3),
+    REWARD,
+    Effect("entropy", ENTROPY, 0.5, 2.0, collapse=(0.25, 4.0)),
+    Effect("KL to the reference", REFERENCE_KL, None, 5.0, collapse=(None, 20.0)),
+    Effect("mismatch KL", ("rollout_corr/kl",), None, 5.0),
+    Effect("response length", (LENGTH,), 0.5, 1.5),
+    LOSS,
 )
-"""Effects: title, metrics, and the multiples of the earlier value that are a fall and a rise."""
-_COLLAPSES = {"reward": (0.5, None), "entropy": (0.25, 4.0), "KL to the reference": (None, 20.0), "loss": (None, 1.5)}
-"""Multiples that are a collapse in a run without odd norms."""
 _AROUND = 8
 """Values on each side of a collapse, at least."""
 _JUMPS = 40
@@ -148,12 +161,13 @@ def minor_skips(run: LoggedRun) -> list[str]:
 
 def _not_finite(run: LoggedRun) -> Iterator[Sign]:
     metrics = run.metrics
-    known = {name for _, names, *_ in EFFECTS for name in names}
+    known = {name for effect in EFFECTS for name in effect.names}
     known |= {own for name, own in metrics.called.items() if name != VALUE_LOSS}
-    others = [("loss", (name,)) for name in metrics.own_names if name not in known and is_training_loss(name)]
-    others.sort(key=lambda other: next((s for s, v in metrics.logged(other[1][0]) if not math.isfinite(v)), math.inf))
+    others = [name for name in metrics.own_names if name not in known and is_training_loss(name)]
+    others.sort(key=lambda name: next((s for s, v in metrics.logged(name) if not math.isfinite(v)), math.inf))
+    found = [(effect.title, effect.names) for effect in (LOSS, *EFFECTS[:-1])]
     is_lost = False
-    for title, names, *_ in (EFFECTS[-1], *EFFECTS[:-1], *others):
+    for title, names in (*found, *(("loss", (name,)) for name in others)):
         kept = [name for name in names if metrics.logged(name)]
         name = next((name for name in kept if len(metrics.known(name)) < len(metrics.logged(name))), "")
         logged = metrics.logged(name)
@@ -326,12 +340,11 @@ def _height(metrics: Metrics) -> Sign | None:
 def _collapse(metrics: Metrics) -> Sign | None:
     """Find the first metric that fell or rose for good."""
     found = []
-    for title, names, *_ in EFFECTS:
-        name = next((name for name in names if len(metrics.known(name)) >= 2 * _AROUND), "")
-        known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []
-        if change := _lasting_change(title, [value for _, value in known]):
+    for effect in EFFECTS:
+        own, known = _values(metrics, effect, 2 * _AROUND)
+        if change := _lasting_change(effect, [value for _, value in known]):
             at, was, now = change
-            found.append((known[at][0], known[at - 1][0], title, metrics.own(name), was, now))
+            found.append((known[at][0], known[at - 1][0], effect.title, own, was, now))
     if not found:
         return _parted(metrics) or _drift(metrics)
     step, before_it, title, own, was, now = min(found)
@@ -343,7 +356,15 @@ def _collapse(metrics: Metrics) -> Sign | None:
     return Sign("fell", sentence, "", step, before_it + 1)
 
 
-def _lasting_change(title: str, values: Sequence[float]) -> tuple[int, float, float] | None:
+def _values(metrics: Metrics, effect: Effect, least: int) -> tuple[str, list[tuple[int, float]]]:
+    """Return an effect's own name and finite values; empty with fewer than ``least``, or for a loss next to a reward."""
+    name = next((name for name in effect.names if len(metrics.known(name)) >= least), "")
+    if effect is LOSS and not loss_of(metrics)[1]:
+        return "", []
+    return metrics.own(name), metrics.known(name)
+
+
+def _lasting_change(effect: Effect, values: Sequence[float]) -> tuple[int, float, float] | None:
     """Return the place of an effect's largest change for good, and its medians before and after; None without one."""
     best: tuple[float, int, float, float] | None = None
     jumps = sorted(range(_AROUND, len(values) - 3), key=lambda at: -abs(values[at] - values[at - 1]))
@@ -351,7 +372,7 @@ def _lasting_change(title: str, values: Sequence[float]) -> tuple[int, float, fl
         before, after = values[max(at - 20, 0) : at], values[at : at + 20]
         was, now, end = median(before), median(after), median(values[-_AROUND:])
         scatter = 4 * median(abs(value - was) for value in before)
-        lowest, highest = _bounds(title, was)
+        lowest, highest = _bounds(effect, was)
         is_fall = max(now, end) < lowest and was - now > scatter
         is_rise = min(now, end) > highest and now - was > scatter
         at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
@@ -360,7 +381,7 @@ def _lasting_change(title: str, values: Sequence[float]) -> tuple[int, float, fl
     if best is None:
         return None
     _, at, was, now = best
-    lowest, highest = _bounds(title, was)
+    lowest, highest = _bounds(effect, was)
     is_away = [not lowest <= value <= highest for value in values]
     while at < len(values) - 1 and not is_away[at]:
         at += 1
@@ -401,13 +422,13 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
     return Sign("loss", sentence, "No need to resume. Log the gradient norm to see such a step from its cause.", step)
 
 
-def _bounds(title: str, was: float) -> tuple[float, float]:
+def _bounds(effect: Effect, was: float) -> tuple[float, float]:
     """Return the least and the largest value of an effect that are no collapse, by its value before."""
-    fall, rise = _COLLAPSES.get(title, (None, None))
+    fall, rise = effect.collapse
     if was > 0:
         return fall * was if fall else -math.inf, rise * was if rise else math.inf
-    lowest = 2 * was if title == "reward" and was < 0 else -math.inf
-    return lowest, 0.0 if title == "loss" and was < -1 else math.inf  # a policy's loss is near 0, of either sign
+    lowest = 2 * was if effect is REWARD and was < 0 else -math.inf
+    return lowest, 0.0 if effect is LOSS and was < -1 else math.inf  # a policy's loss is near 0, of either sign
 
 
 def _parted(metrics: Metrics) -> Sign | None:
@@ -442,12 +463,11 @@ def _blown_up(metrics: Metrics) -> Sign | None:
 
 def _drift(metrics: Metrics) -> Sign | None:
     """Find a reward or loss that drifted away from its best and stayed away."""
-    for title, names, *_ in (EFFECTS[0], EFFECTS[-1]):
-        name = next((name for name in names if len(metrics.known(name)) >= 4 * _AROUND), "")
-        known = metrics.known(name) if name and (title != "loss" or loss_of(metrics)[1]) else []
+    for effect in (REWARD, LOSS):
+        own, known = _values(metrics, effect, 4 * _AROUND)
         parts = [known[at : at + _AROUND] for at in range(0, len(known) - _AROUND + 1, _AROUND)]
         levels = [median(value for _, value in part) for part in parts]
-        fall, rise = _COLLAPSES[title]
+        fall, rise = effect.collapse
         if not levels or min(levels) <= 0:
             continue
         at = levels.index(max(levels) if fall else min(levels))
@@ -455,7 +475,7 @@ def _drift(metrics: Metrics) -> Sign | None:
         scatter = 4 * median(abs(value - best) for _, value in parts[at])
         is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
         if is_away and abs(end - best) > scatter:
-            verb, own, last = ("fell" if end < best else "rose"), metrics.own(name), parts[at][-1][0]
+            verb, last = ("fell" if end < best else "rose"), parts[at][-1][0]
             sentence = (
                 f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end."
             )
