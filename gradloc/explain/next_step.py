@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..record import Culprit, Event
+from ..record.columns import OF_A_TOKEN
 from .advice import ACTIONS, CHECKPOINT, in_force, is_trl, options_of
 from .causes import APART, NOTABLE, RULES, CauseInfo
 from .culprits import group_sentence, repeat_sentence
@@ -17,6 +18,12 @@ from .documents import document_words
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
 from .text import listed, one_line
+
+_NUMBERS = (
+    *("norm_without_update", "norm_without_change", "coefficient_over_typical", "advantage_over_run"),
+    "teacher_gap_over_run",
+)
+"""Numbers of a cause that the rules' sentences name."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Evidence:
         return bool(self.event.culprits) and is_finite and self.event.certificate.verdict == verdict
 
     def as_text(self) -> dict[str, str]:
-        """Return the texts that fill the rules' sentences, by name."""
+        """Return the texts that fill the rules' sentences, by name: a token's numbers by their columns, and others."""
         event, first, other, certificate = self.event, self.first, step_cause(self.event), self.event.certificate
         rewards = [number(reward, 3) for reward in self.rewards]
         names = [one_line(name, 60) for name in other.names[:3]] if other else []
@@ -94,24 +101,9 @@ class Evidence:
         elif event.is_distilled:
             pull, pulled = "distance from the teacher", f"The teacher's ({number(first.at('teacher_log_prob'), 3)})"
         probability = None if (log_prob := first.at("log_prob")) is None else math.exp(min(log_prob, 0.0))
-        numbers = {
-            "reward": first.reward,
-            "advantage": first.at("advantage"),
-            "ratio": first.at("ratio"),
-            "now": first.at("log_prob"),
-            "old": first.at("old_log_prob"),
-            "written": first.at("rollout_log_prob"),
-            "weight": first.at("is_weight"),
-            "entropy": self.number("entropy_over_log_prob") or self.number("entropy_term_over_policy"),
-            "scale": self.number("coefficient_over_typical"),
-            "over_run": self.number("advantage_over_run") or self.number("teacher_gap_over_run"),
-            "value": first.at("value"),
-            "target": first.at("value_target"),
-            "teacher": first.at("teacher_log_prob"),
-            "threshold": certificate.threshold,
-            "undone": self.number("norm_without_update"),
-            "unchanged": self.number("norm_without_change"),
-        }
+        numbers = {name: first.at(name) for name in OF_A_TOKEN} | {name: self.number(name) for name in _NUMBERS}
+        numbers["entropy_over_policy"] = self.number("entropy_over_log_prob") or self.number("entropy_term_over_policy")
+        numbers |= {"reward": first.reward, "threshold": certificate.threshold}
         return {name: number(value, 3) for name, value in numbers.items()} | {
             "names": ", ".join(names) or "the batch's tensors",
             "rewards": listed(rewards[:6]) + (" and others" if len(rewards) > 6 else ""),
