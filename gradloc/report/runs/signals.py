@@ -357,7 +357,7 @@ def _collapse(metrics: Metrics) -> Sign | None:
 
 
 def _values(metrics: Metrics, effect: Effect, least: int) -> tuple[str, list[tuple[int, float]]]:
-    """Return an effect's own name and finite values; empty with fewer than ``least``, or for a loss next to a reward."""
+    """Return an effect's own name and values; empty with fewer than ``least``, or for a loss next to a reward."""
     name = next((name for name in effect.names if len(metrics.known(name)) >= least), "")
     if effect is LOSS and not loss_of(metrics)[1]:
         return "", []
