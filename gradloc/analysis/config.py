@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from ..checks import SWITCH, check_fields, integer, one_of, or_null, read_among, require, setting
+from ..checks import SWITCH, closed, integer, one_of, or_null, read_among, require, setting
 
 _TRAINER, _ROLLOUT = "trainer", "actor_rollout_ref.rollout"
 
 
+@closed(_TRAINER)
 @dataclass(frozen=True)
 class BucketSettings:
     """The analysis by bucket."""
@@ -32,15 +33,13 @@ class BucketSettings:
     """``quantile``: groups ordered by reward deviation, cut into equal buckets. ``fixed_rv``: [0, 1), [1, 2), ...
     [5, inf); empty ones are left out."""
 
-    def __post_init__(self):
-        check_fields(self)
-
     @property
     def is_separate(self) -> bool:
         """Whether the analysis rolls out a batch of its own."""
         return self.env_groups is not None or self.group_size is not None
 
 
+@closed(_TRAINER)
 @dataclass(frozen=True)
 class QuartileSettings:
     """The analysis by probability quartile."""
@@ -55,9 +54,6 @@ class QuartileSettings:
     num_tokens: int = setting(64, integer(0), f"{_TRAINER}.quartile_analysis_num_tokens")
     """Tokens whose own gradient is measured, one backward each, equally many of each quartile; 0: none."""
     exit_after = False  # no setting: training always goes on
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 S = TypeVar("S", BucketSettings, QuartileSettings)

@@ -268,11 +268,7 @@ def _quartile(number: int, numbers: QuartileNumbers, tokens: _Tokens, sampled: S
     inside, num_tokens = tokens.quartile == number, int(tokens.mask.sum())
     count, norm, dot, whole = int(inside.sum()), numbers["norms"][number], numbers["dots"][number], numbers["whole"]
     probability, mine = tokens.probability[inside], [token for token in sampled if token.quartile == number + 1]
-    ends = {
-        "min": _or_none(np.min, probability),
-        "mean": _or_none(np.mean, probability),
-        "max": _or_none(np.max, probability),
-    }
+    ends = {name: _or_none(getattr(np, name), probability) for name in ("min", "mean", "max")}
     log_prob_norms = [token.log_prob_norm for token in mine if token.log_prob_norm is not None]
     return analysis.Quartile(
         name=analysis.QUARTILES[number],

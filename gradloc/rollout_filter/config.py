@@ -4,12 +4,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import SWITCH, check_fields, number, one_of, read_among, require, setting
+from ..checks import SWITCH, closed, number, one_of, read_among, require, setting
 
 _FILTER, _ACTOR = "actor_rollout_ref.rollout.rollout_filter", "actor_rollout_ref.actor"
 _SHARE = number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
+@closed(_FILTER)
 @dataclass(frozen=True)
 class FilterSettings:
     """The groups to train on."""
@@ -31,9 +32,6 @@ class FilterSettings:
     """The numbers that ``top_p`` adds up: the scores, or their softmax."""
     loss_scaling: str = setting("none", one_of("none", "linear", "sqrt"), f"{_ACTOR}.filter_loss_scaling")
     """Advantages of a filtered batch times the share of rows kept (``linear``) or its root (``sqrt``)."""
-
-    def __post_init__(self):
-        check_fields(self)
 
     @property
     def keeps_all(self) -> bool:
