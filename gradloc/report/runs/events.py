@@ -101,12 +101,24 @@ def row_of(event: Event) -> EventRow:
         if len(words) > WORDS:
             break
     return EventRow(
-        *(event.event_id, step.global_step, step.epoch, step.mini_batch, _same(event.model or "")),
-        *(trigger.grad_norm, trigger.threshold, _same(shown_verdict(event)), _same(event.action.taken)),
-        *(_same(event.fault.at if event.fault else ""), _same(cause_of(event))),
-        *(_same(first.text[:200] if first else ""), len(event.culprits), _same(" ".join(words))),
-        *(event.search.seconds, _same(run.trainer or "")),
-        *(_same(" / ".join(part for part in (run.project, run.experiment) if part)), event.folder or ""),
+        event_id=event.event_id,
+        step=step.global_step,
+        epoch=step.epoch,
+        mini_batch=step.mini_batch,
+        model=_same(event.model or ""),
+        norm=trigger.grad_norm,
+        threshold=trigger.threshold,
+        verdict=_same(shown_verdict(event)),
+        action=_same(event.action.taken),
+        fault=_same(event.fault.at if event.fault else ""),
+        cause=_same(cause_of(event)),
+        token=_same(first.text[:200] if first else ""),
+        num_culprits=len(event.culprits),
+        words=_same(" ".join(words)),
+        seconds=event.search.seconds,
+        trainer=_same(run.trainer or ""),
+        name=_same(" / ".join(part for part in (run.project, run.experiment) if part)),
+        folder=event.folder or "",
     )
 
 
