@@ -98,7 +98,7 @@ def _effect(override: str, before, after) -> str:
 def _read(package: str) -> set[str]:
     """Every name that a package's code asks a config for; where they are declared or told does not count."""
     root, found = Path(importlib.import_module(package).__file__).parent, set()
-    passed_over = {"config", "megatron", "words", "report", *({"gradloc"} if package == "verl" else ())}
+    passed_over = {"config", "megatron", "explain", "report", *({"gradloc"} if package == "verl" else ())}
     for path in root.rglob("*.py"):
         if not passed_over & {*path.relative_to(root).parts}:
             found |= set(re.findall(r"""(?:\.|\(["'])([a-z_0-9]+)\b""", path.read_text(encoding="utf-8")))
