@@ -8,8 +8,8 @@ from torch import nn
 from gradloc.core.ranks import Ranks
 from gradloc.fault.attention import AttentionLogits, _bound
 from lab.benchmarks import links
+from tests.fault.test_links import events, trained
 
-PLAN = links.Plan.of("gpt", 2)
 GROWN = 300.0
 
 
@@ -87,14 +87,11 @@ def test_attention_of_transformers_is_seen(attention):
 
 @pytest.mark.full
 def test_weights_at_fault_say_where_attention_is_out_of_bounds(tmp_path):
-    torch.set_num_threads(1)
-    run = links.Run(PLAN, folder=str(tmp_path))
-    for _ in range(links.HEALTHY):
-        run.take()
+    run = trained(links.HEALTHY, links.Plan.of("gpt", 2), folder=str(tmp_path))
     grow(run.model)
     for _ in range(4):
         run.take()
-    first = next(each for each in links.read_events(str(tmp_path)) if each["step"]["global_step"] > links.HEALTHY)
+    first, *_ = events(tmp_path)
     assert first["fault"]["at"] == "weights" and not first["culprits"]
     assert first["fault"]["evidence"]["attention_logit"] > 100
     assert "attention logits reach up to" in first["fault"]["reason"] and "blocks.1" in first["fault"]["reason"]

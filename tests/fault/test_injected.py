@@ -15,7 +15,7 @@ from gradloc.fault import find, reference, updates
 from gradloc.loop.localizer import Localizer, _read
 from gradloc.search import weights
 from lab.benchmarks import links
-from tests.fault.test_links import ATTEMPTS, PLAN
+from tests.fault.test_links import ATTEMPTS, trained
 
 FILES = {Path(module.__file__ or "").as_posix() for module in (find, updates, reference, weights)}
 RESTORES = "__exit__"  # of MovedWeights: a device that cannot copy weights back cannot train either
@@ -58,8 +58,7 @@ def traced(call: Callable[[], Any], at_line: Callable[[Line], None]) -> None:
     ],
 )
 def test_a_failure_at_any_line_leaves_the_step_as_it_was(fault, tmp_path):
-    torch.set_num_threads(1)
-    made = links.Run(PLAN, folder=str(tmp_path), trigger={"floor": 2.0, "cap": 2.5})
+    made = trained(links.HEALTHY, folder=str(tmp_path), trigger={"floor": 2.0, "cap": 2.5})
     real, injected, wrong = Localizer._look_into, list[Line](), list[Line]()
 
     def look_into(self: Localizer, *given: Any) -> Any:
@@ -85,8 +84,6 @@ def test_a_failure_at_any_line_leaves_the_step_as_it_was(fault, tmp_path):
                 wrong.append(line)
         return real(self, *given)
 
-    for _ in range(links.HEALTHY):
-        made.take()
     made.plant(fault, False, ATTEMPTS.get(fault, 0))
     with mock.patch.object(Localizer, "_look_into", look_into):
         for _ in range(2):

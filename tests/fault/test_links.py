@@ -2,7 +2,6 @@
 """Which link broke, in runs with a planted fault; and that looking changes nothing."""
 
 import hashlib
-import json
 import logging
 import math
 import shutil
@@ -35,9 +34,16 @@ LABELS = {"learning_rate": "learning_rate_jumped", "lost_moments": "moments_lost
 
 
 def events(folder: Path, since: int = links.HEALTHY) -> list[dict[str, Any]]:
-    path = folder / "gradloc" / "events.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [event for event in found if event["step"]["global_step"] > since]
+    return [event for event in links.read_events(str(folder)) if event["step"]["global_step"] > since]
+
+
+def trained(steps: int, plan: links.Plan = PLAN, fault: str = "", **given: Any) -> links.Run:
+    """Return a run after this many steps."""
+    torch.set_num_threads(1)
+    made = links.Run(plan, fault, **given)
+    for _ in range(steps):
+        made.take()
+    return made
 
 
 def state(made: links.Run) -> str:
@@ -53,13 +59,9 @@ def run(tmp_path_factory) -> Callable[..., dict[str, Any]]:
 
     The healthy steps are trained once, and each run continues them in a child process.
     """
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("healthy")
-    watched = links.Run(PLAN, folder=str(folder), trigger={"floor": 2.0, "cap": 2.5})
-    made = {"watched": watched, "plain": links.Run(PLAN)}
-    for each in made.values():
-        for _ in range(links.HEALTHY):
-            each.take()
+    watched = trained(links.HEALTHY, folder=str(folder), trigger={"floor": 2.0, "cap": 2.5})
+    made = {"watched": watched, "plain": trained(links.HEALTHY)}
     shutil.copytree(folder, before := tmp_path_factory.mktemp("before"), dirs_exist_ok=True)
     unwatched: dict[str, str] = {}
 
@@ -116,10 +118,7 @@ def test_the_right_link_is_named_and_the_run_is_as_without_a_watch(run, fault):
 @pytest.mark.full
 def test_no_token_is_accused_where_updates_moved_weights_far_that_few_tokens_use(tmp_path):
     """Adam's second moments are smallest for the rows of rare tokens: an ordinary batch is quiet, one with them not."""
-    torch.set_num_threads(1)
-    made = links.Run(links.Plan.of("gpt", 3001), "second_moments", is_gradual=True, folder=str(tmp_path))
-    for _ in range(62):
-        made.take()
+    trained(62, links.Plan.of("gpt", 3001), "second_moments", is_gradual=True, folder=str(tmp_path))
     first, *_ = events(tmp_path)
     assert first["fault"]["at"] == "weights" and not first["culprits"], first["fault"]
     assert "tokens.weight" in first["fault"]["parameters"]
@@ -127,11 +126,10 @@ def test_no_token_is_accused_where_updates_moved_weights_far_that_few_tokens_use
 
 @pytest.mark.full
 def test_no_token_is_accused_of_a_norm_that_is_not_finite_at_weights_where_any_batch_s_is(tmp_path):
-    torch.set_num_threads(1)
-    made = links.Run(PLAN, folder=str(tmp_path))
-    for number in range(links.HEALTHY + 1):
+    made = trained(links.HEALTHY - 1, folder=str(tmp_path))
+    for rate in (1e15, PLAN.rate):
         for group in made.optimizer.param_groups:
-            group["lr"] = 1e15 if number == links.HEALTHY - 1 else PLAN.rate
+            group["lr"] = rate
         made.take()
     first, *_ = events(tmp_path)
     assert first["trigger"]["kind"] == "non_finite"
@@ -174,11 +172,8 @@ def test_the_first_rank_s_norms_of_earlier_steps_count(bare_world):
 
 @pytest.mark.full
 def test_mask_skips_a_step_whose_batch_is_not_at_fault(tmp_path):
-    torch.set_num_threads(1)
     given = {"folder": str(tmp_path), "trigger": {"floor": 2.0, "cap": 2.5}, "action": "mask"}
-    made = links.Run(PLAN, "head_scale", **given)
-    for _ in range(links.HEALTHY + 1):
-        made.take()
+    trained(links.HEALTHY + 1, fault="head_scale", **given)
     first, *_ = events(tmp_path)
     assert first["action"]["taken"] == "skip" and "outside of the optimizer" in first["action"]["reason"]
 

@@ -123,11 +123,7 @@ def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
         ("a.npz", "", "a.npz is empty"),
         ("a.npz", "PK\x03\x04" + "\0" * 200, "a.npz cannot be read"),
         ("a.safetensors", "x", "a.safetensors is no safetensors file"),
-        (
-            "0.jsonl",
-            '{"input": "a", "output": "b", "gts": 1, "score": 0.5, "step": 1}\n',
-            "is verl's rollout dump: text",
-        ),
+        ("0.jsonl", '{"input": "a", "output": "b", "score": 0.5, "step": 1}\n', "is verl's rollout dump: text"),
         ("a.jsonl", '{"prompt": "a", "completion": "b", "advantage": 1}\n', "is TRL's completions"),
     ],
 )
