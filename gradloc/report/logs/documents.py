@@ -10,7 +10,7 @@ from ...record.files import NAME, parse_json
 from ..errors import ReportError
 from .grammars import Json
 from .lines import literal, read_lines, texts_of
-from .names import as_step, is_norm, number, step_name
+from .names import as_step, is_norm, is_training_loss, number, step_name
 from .recording import Recording, gather
 from .source import Source
 from .tables import read_columns
@@ -103,6 +103,7 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
     lines = Json()
     for entry in _dicts(entries):
         lines.take_entry(entry, "")
+    lines.count_by_epochs()
     made.rows, made.is_counted = lines.rows[""], lines.is_counted
     if made.is_counted:
         made.notes.append(f"The rows of {made.source} do not say their step: it was counted.")
@@ -143,8 +144,8 @@ _AXES = (("x", "steps", "iters"), ("y", "values"))
 
 
 def _entries_of(document: dict) -> list[dict]:
-    """Return the rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms; of ``{"1": {...}}``
-    by step; and of pandas' ``to_json``, in any of its forms.
+    """Return the rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms or losses; of
+    ``{"1": {...}}`` by step; and of pandas' ``to_json``, in any of its forms.
     """
     if isinstance(document.get("data"), list) and isinstance(document.get("columns"), list):
         names = [*map(str, document["columns"])]
@@ -157,6 +158,8 @@ def _entries_of(document: dict) -> list[dict]:
         if is_flat and all(value.keys() == inner[0].keys() for value in inner):
             document = {name: list(values.values()) for name, values in document.items()}
     lists = {str(name): values for name, values in document.items() if isinstance(values, list)}
-    count = next((len(values) for name, values in lists.items() if is_norm(name)), 0)
+    count = next((len(values) for name, values in lists.items() if is_norm(name) or is_training_loss(name)), 0)
     whole = {name: values for name, values in lists.items() if len(values) == count}
+    if step_name(whole) is None and not any(map(is_norm, whole)):
+        whole["epoch"] = [*range(1, count + 1)]  # as Keras keeps its history
     return [{"step" if name == "steps" else name: values[at] for name, values in whole.items()} for at in range(count)]
