@@ -31,13 +31,13 @@ _HEADED = re.compile(
     re.IGNORECASE,
 )
 _COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, 73it [, wherever a bar is
-    r"(?<![\w./:-])(?<!epoch )(?<!epoch  )(?<!epoch: )(?<!epoch \[)(?<!epoch=)(?!0\d)"
+    r"(?=\d)(?<![\w./:-])(?<!epoch )(?<!epoch  )(?<!epoch: )(?<!epoch \[)(?<!epoch=)(?!0\d)"
     r"(\d{1,15}(?:\.\d+(?=k))?k?)(?:(?:it)?\s*/\s*(?:\d+(?:\.\d+)?k?(?:it)?|\?)(?![\w./]*\d|[a-z]|\s+\d\d:\d\d))"
     r"|\bepisode\b\W{0,3}(\d{1,15})"
     r"|^\W*(\d{1,15})(?:\]\s+| [|:] )(?=[a-z])",  # [73] train-logloss:0.4, 73 | loss 2.0
     re.IGNORECASE,
 )
-_NAMED_STEP = re.compile(r"\b(?:env_step|total_steps|total_timesteps)\b\W{0,3}(\d{1,15})()", re.IGNORECASE)
+_NAMED_STEP = re.compile(r"(?:env_step|total_steps|total_timesteps)\b\W{0,3}(\d{1,15})()")
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
@@ -60,6 +60,8 @@ _HEADLINE = re.compile(
     r"(?:\s*/\s*\d+)?(?: \[\d+%\])?\W*$",
     re.IGNORECASE,
 )
+_OF_HEADLINES = ("tep", "TEP", "iter", "Iter", "ITER", "poch", "POCH", "batch=", ":[")
+"""A part of each headline: a quick look before its pattern."""
 _TITLES = {"nemo": "NeMo-RL's log", "areal": "AReaL's log", "olmo": "OLMo's or Composer's log"}
 _RAY = re.compile(r"^\([^()]*pid=[^()]*\) ?")
 _YAML = re.compile(r"( *)([\w/.@-]+):(?: +(\S+))?\s*")
@@ -80,6 +82,8 @@ _OF_BOXES = {"box": "box_loss", "obj": "obj_loss", "cls": "cls_loss"}
 """Losses in YOLOv5's heads."""
 _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 """A dict whose beginning was not pasted."""
+_OF_BARS = ("%|", "<", "[=", "[>", "[#", "[.", "━", "╸", "╺", "█", "▏")
+"""Signs of a progress bar: a quick look before its pattern."""
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|?|\[[=>. #]{8,}\]|[━╸╺]+|[▏▎▍▌▋▊▉█]+")
 DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
 
@@ -393,7 +397,8 @@ class Headed(Grammar):
         self._more = {"epoch": float(epoch[1])} if epoch else {}
 
     def take(self, line: str, process: str) -> bool:
-        if head := _HEADLINE.search(line):
+        head = _HEADLINE.search(line) if any(map(line.__contains__, _OF_HEADLINES)) else None
+        if head is not None:
             word = (head["word"] or "step").lower()
             if word == self._word or not self.is_by_step:
                 self.title = _TITLES.get(head.lastgroup, self.title)
@@ -478,7 +483,7 @@ class Labelled(Grammar):
         return is_more
 
     def _take(self, line: str, process: str) -> bool:
-        is_bar = _BAR.search(line) is not None or DRAWN.search(line) is not None
+        is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))
         if is_bar:
             line = _BAR.sub(" ", line)
         head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and HEADED_BY_STEP.search(line))
