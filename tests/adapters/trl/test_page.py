@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example of docs/trl.md runs as it is printed, with a tiny model on a CPU."""
 
+import importlib
+import inspect
 import re
 
 import trl
@@ -27,3 +29,9 @@ def test_the_example_trains(tmp_path, monkeypatch, capsys):
 def test_how_long_peers_wait_is_trls_own_setting(tmp_path):
     args = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     assert f"TRL's `ddp_timeout` ({args.ddp_timeout} s)" in OBSERVE
+
+
+def test_trl_s_command_takes_no_other_trainer():
+    assert "The `trl grpo` command cannot take a custom trainer." in PAGE
+    source = inspect.getsource(importlib.import_module("trl.scripts.grpo"))
+    assert re.findall(r"\btrainer = (\w+)\(", source) == ["GRPOTrainer"] and "trainer_cls" not in source
