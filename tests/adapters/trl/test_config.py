@@ -131,6 +131,17 @@ def test_a_run_that_no_search_could_look_into_is_refused(trainer, said):
     assert str(caught.value).startswith(said) and 'gradloc="off" trains without' in str(caught.value)
 
 
+def test_weights_are_kept_of_a_model_that_is_whole_and_a_sharded_one_is_searched(trainer):
+    refuse(setup_of(trainer), KEEPING)
+    sharded = Changed(trainer, {"model.config.distributed_config": SimpleNamespace(dp_replicate_size=1)})
+    refuse(setup_of(sharded), GradLocConfig())
+
+
+def test_a_plan_has_the_tokens_of_a_micro_batch_at_their_longest():
+    plan = config.plan_of({"per_device_train_batch_size": 4, "max_completion_length": 1024}, gpus=1, on_host=1)
+    assert plan.load.tokens == 4 * (512 + 1024)
+
+
 def test_attaching_to_something_else_is_refused():
     with pytest.raises(ValueError, match="takes a trainer of TRL's GRPO, RLOO, SFT or DPO, found a builtins.int"):
         attach(3)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from trl.trainer import utils
 
 from gradloc.core.step import has_finite_loss, kl_coefficients
 from tests.adapters.trl.conftest import SAME, check_harmless, events_in, named_in
@@ -92,6 +93,13 @@ WEIGHTS = {
     "dapo": lambda mask, step: mask / sum(int(inputs["completion_mask"].sum()) for inputs in step.inputs),
     "RLOO": lambda mask, step: mask / len(mask) / 2,  # a sequence's part of the mean
 }
+
+
+def test_a_forward_takes_the_tiles_of_trls_kernel(tmp_path, monkeypatch):
+    _, step = stepped(str(tmp_path))
+    before = step.forward_bytes()
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 2 * utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+    assert step.forward_bytes() == 2 * before > 0
 
 
 @pytest.mark.parametrize("loss", WEIGHTS)

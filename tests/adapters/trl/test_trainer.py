@@ -61,7 +61,7 @@ def test_rows_hold_what_their_advantages_would_be_under_the_other_scaling(run):
 
             trainer._generate_and_score_completions = scored
 
-        run("watched", gradloc=harness.TAU, prepare=prepare, scale_rewards=scaling)
+        run("watched", gradloc=harness.TAU, prepare=prepare, scale_rewards=scaling, reward_weights=[2.0])
     group, none = made["group"], made["none"]
     assert group["completion_ids"].equal(none["completion_ids"]) and none["advantages"].any()
     for one, other in ((group, none), (none, group)):
@@ -151,3 +151,5 @@ def test_the_weights_before_the_step_can_be_kept_and_ranks_meet_while_they_are_w
     (folder,) = (tmp_path / "watched" / "gradloc" / "weights").glob("global_step_3/actor")
     kept = transformers.AutoModelForCausalLM.from_pretrained(str(folder)).state_dict()
     assert harness.digest(kept) == stopped["weights"]
+    (bundle,) = (tmp_path / "watched" / "gradloc").rglob("meta.json")
+    assert json.loads(bundle.read_text())["checkpoint"] == str(folder)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a verl run before it starts, from settings that may be few."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from gradloc.adapters.verl_common.plan import plan_of
+
+ROWS = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
+
+
+def test_what_a_run_leaves_to_verl_or_marks_as_missing_has_verls_default():
+    few = OmegaConf.from_dotlist([ROWS])
+    load = plan_of(few).load
+    assert (load.tokens, load.micro_batches) == (4 * (512 + 512), 256 // 8 // 4), "one rollout a prompt on 8 GPUs"
+    missing = OmegaConf.merge(few, {"data": {"train_batch_size": "???", "max_prompt_length": "???"}})
+    assert plan_of(missing) == plan_of(few)
+
+
+def test_without_a_size_of_micro_batches_it_is_refused_unless_verl_cuts_by_tokens():
+    with pytest.raises(ValueError, match="ppo_micro_batch_size_per_gpu must be set while use_dynamic_bsz is off"):
+        plan_of(OmegaConf.create({}))
+    by_tokens = plan_of(OmegaConf.from_dotlist(["actor_rollout_ref.actor.use_dynamic_bsz=true"]))
+    assert by_tokens.load.tokens == 16384
