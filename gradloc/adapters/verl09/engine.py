@@ -41,7 +41,7 @@ class EngineWatch(ActorWatch):
         self.is_open = self.keeps_lr_schedule = False
         """``is_open``: a mini-batch is being watched. ``keeps_lr_schedule``: another update of this step follows."""
         self._metrics: dict[str, Any] = {}
-        self._update = -1
+        self._update: int | None = None
         self._num_left = 0
 
     @contextmanager

@@ -212,8 +212,7 @@ class MegatronStep(EngineStep, Scheduled):
 
     def _read(self, micro_batch: int, keys: list[str]) -> torch.Tensor:
         """Return the pass' outputs, (keys, B, T): zeros where this is not the last stage, or where it failed."""
-        output = self._outputs.pop(0, {})
-        self._outputs.clear()
+        output, self._outputs = self._outputs.get(0, {}), {}
         try:
             if output:
                 return torch.stack([self.micro_batches[micro_batch].layout.unpack(output[key]).float() for key in keys])
