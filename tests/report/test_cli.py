@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -62,6 +63,18 @@ def test_two_runs_are_compared(folder, tmp_path, shown):
         assert "largest" in shown("compare", folder, other, *arguments)
     shown("compare", folder, folder, "-o", tmp_path / "compare.html")
     assert "<h1" in (tmp_path / "compare.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", ["show", "watch --once", "compare {}", "cure", "health", "trigger"])
+def test_every_command_prints_json(folder, shown, words):
+    assert json.loads(shown(*words.format(folder).split(), folder, "--json"))
+
+
+def test_the_completion_on_the_report_s_page_knows_every_command():
+    (line,) = re.findall(r'complete -f -W "(.*)" gradloc', (REPO / "docs" / "report.md").read_text("utf-8"))
+    done = subprocess.run([sys.executable, "-m", "gradloc.command", "--help"], cwd=REPO, capture_output=True, text=True)
+    named = {*re.findall(r"^ +gradloc ([a-z]+) ", done.stdout, re.M), "report", *COMMANDS} - {"show"}
+    assert {*line.split()} == named
 
 
 def test_notes_go_to_standard_error(folder, capsys):
