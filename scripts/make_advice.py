@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make docs/advice.md from ``gradloc.explain`` and the rules of health."""
+"""Make docs/advice.md from advice.md.in, ``gradloc.explain`` and the rules of health."""
 
 import re
 import sys
@@ -14,45 +14,7 @@ from gradloc.explain.causes import CAUSE_INFO, RULES  # noqa: E402
 from gradloc.explain.cures import MILDEST_FIRST, is_measured  # noqa: E402
 from gradloc.health.rules import ADVICE  # noqa: E402
 
-PAGE = """\
-# What to do now
-
-The page, the terminal and `--format md` give one thing to do: the first of these that an event's evidence fits.
-A setting that was [measured to heal the step](cures.md) comes before it. Settings already on, or missing from your
-verl, are skipped. Words in *italics* stand for the event's own.
-`python scripts/make_advice.py` makes this page from `gradloc/explain`.
-
-{rules}
-
-## Did it hurt
-
-The page compares medians of up to 20 steps before with up to 10 after: norm, reward, entropy, KL. One that is off by
-three times its own spread and by a size that matters (norm or KL three times, entropy twice or half, reward a tenth
-down) is a yes. Fewer than three steps after it are not yet an answer.
-
-## Config lines
-
-Each is composed with that verl's own config, built, and held to be read by its code: `tests/explain/test_advice.py` on
-0.7, `tests/adapters/verl09/test_advice.py` on 0.9.
-
-{actions}
-
-## Cures
-
-Settings that a search measures ([cures](cures.md)), in this order.
-
-{cures}
-
-## By cause
-
-{causes}
-
-## By rule of health
-
-What people do about each [reason](health.md).
-
-{reasons}
-"""
+PAGE = Path(__file__).with_name("advice.md.in").read_text(encoding="utf-8")
 
 
 def _italic(text: str) -> str:
