@@ -35,6 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import yaml
 from tqdm import tqdm
 
 from gradloc.core import ranks
@@ -47,43 +48,12 @@ from tests.world import World
 from tests.world import harness as verl_harness
 from tests.world.spikes import plant
 
-TRAINERS = {
-    "verl 0.7, FSDP2": "",
-    "verl 0.9, FSDP2": "",
-    "verl 0.9, Megatron TP 2": "TP 2",
-    "verl 0.9, Megatron PP 2": "PP 2",
-    "TRL, DDP": "",
-}
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TRAINERS: dict[str, str] = _TABLES["trainers"]
 """Trainer -> Megatron's layout."""
-PLACES = {
-    "ride along": ("core.gradients", "GradientSpace.local_squares"),
-    "set aside": ("loop.localizer", "Localizer._set_aside"),
-    "make room": ("loop.localizer", "Localizer._make_room"),
-    "agreement": ("core.ranks", "Ranks.run_local_synced"),
-    "forward": ("core.host_step", "HostStep.forward"),
-    "forward with a graph": ("core.host_step", "HostStep.forward_with_graph"),
-    "backward": ("core.probe", "run_backward"),
-    "certificate": ("search.task", "Task.certify"),
-    "act": ("loop.localizer", "Localizer._act"),
-    "gather": ("loop.localizer", "Localizer._gather"),
-    "take back": ("core.memory", "SearchMemory.close"),
-    "report": ("loop.localizer", "median_size"),
-    "event's folder": ("record.store", "EventStore.write_folder"),
-    "event's line": ("record.store", "EventStore.append"),
-}
-"""Places of a search in order -> the function called there."""
-KINDS = {
-    "SIGKILL": "to one process",
-    "SIGTERM": "to one process",
-    "a rank stands still": "SIGSTOP, and SIGCONT three seconds later",
-    "a rank stands still for 90 s": "SIGCONT after 90 s",
-    "dead tracker": "of four kinds",
-    "device memory": "one allocation fails, at a place or by its number",
-    "device memory, from here on": "a simulated device gives no more than what was taken",
-    "full disk": "ENOSPC where an event or weights are written; once a device that is really full",
-    "host memory": "a MemoryError",
-    "late file system": "each write answers three seconds late",
-}
+PLACES = {place: tuple(function.split()) for place, function in _TABLES["places"].items()}
+"""Places of a search in order -> module and function called there."""
+KINDS: dict[str, str] = _TABLES["kinds"]
 """Kinds of fault -> explanation."""
 COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
 SAVES = {"weights": ("torch", "save"), "safetensors": ("transformers.modeling_utils", "safe_save_file")}
