@@ -26,6 +26,7 @@ from lab.benchmarks.trigger import __main__ as trigger
 from lab.experiments.llm import natural
 from lab.experiments.loop import pretrain
 from lab.output import table
+from tests.report import hostile
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "lab" / "benchmarks" / "results"
@@ -136,6 +137,7 @@ def said_of_what_is_right() -> Iterator[tuple[str, str]]:
     for name in ("links", "engine_links"):
         yield "docs/spikes-without-tokens", links.sentence(record(name)["rows"])
     yield "docs/report", f'("{story.odd_number(EVENT.culprits[0])}")'
+    yield "docs/security", f"Each of {len(hostile.FILES) + len(hostile.RUNS)} hostile files"
     yield "docs/trackers", f"gradloc: {announcement(EVENT)}"
     yield "docs/trackers", f"gradloc: gradloc /runs/grpo/gradloc --event {EVENT.event_id}"
 
