@@ -40,6 +40,8 @@ def read_document(source: Source) -> list[Recording]:
         raise ReportError(f"{source.name} is JSON that is not read: {error}.") from None
     if document is None:
         return []
+    if isinstance(document, list) and document and _is_of(document[0], str):  # rows below their names
+        document = {"columns": document[0], "data": document[1:]}
     if isinstance(document, dict) and "log_history" not in document:
         if "cells" not in document and (entries := _entries_in(document)):
             document = entries
@@ -55,7 +57,7 @@ def read_document(source: Source) -> list[Recording]:
     elif isinstance(known.get("log_history"), list):
         made.format, entries = "trainer_state.json", known["log_history"]
     else:
-        values = _single_values(source, document)
+        values = _single_values(source, document) if "columns" not in known else []
         made.rows = gather(sorted(values) if known else values)
     if not made.rows:
         others = _entries_of(known) if known else document
@@ -66,12 +68,13 @@ def read_document(source: Source) -> list[Recording]:
 
 
 def _entries_in(document: dict, depth: int = 3) -> list[Any]:
-    """Return the one list of dicts in a document, as ``{"data": {"events": [{"metric": ..., "value": ...}]}}``; empty
-    where there are none or several.
+    """Return the one list of dicts in a document, as ``{"data": {"events": [{"metric": ..., "value": ...}]}}``, or the
+    one whose first dict says a step; empty where there are none or several.
     """
     lists = [part for part in document.values() if isinstance(part, list) and part and isinstance(part[0], dict)]
     inner = (part for part in document.values() if isinstance(part, dict)) if depth else ()
     lists += filter(None, (_entries_in(part, depth - 1) for part in inner))
+    lists = [part for part in lists if step_name(part[0]) is not None] if len(lists) > 1 else lists
     return lists[0] if len(lists) == 1 else []
 
 
@@ -125,7 +128,9 @@ def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]
 
 def _series(part: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
     """Step, metric and value of each point, as ClearML, Plotly, Comet and Aim export their curves."""
-    if isinstance(part, list):
+    if isinstance(part, list) and name and all(_is_of(pair, int | float) and len(pair) == 2 for pair in part):
+        yield from ((step, name, value) for step, value in part)
+    elif isinstance(part, list):
         for inner in part:
             yield from _series(inner, name)
     elif isinstance(part, dict) and len(name) <= NAME:
@@ -139,6 +144,11 @@ def _series(part: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
             yield from _series(inner, f"{name}/{key}".strip("/")) if isinstance(inner, dict | list) else ()
 
 
+def _is_of(part: Any, kind: Any) -> bool:
+    """Return whether something is a list of texts, or of numbers."""
+    return isinstance(part, list) and all(isinstance(each, kind) for each in part)
+
+
 _AXES = (("x", "steps", "iters"), ("y", "values"))
 """The names of a series' steps and of its values."""
 
@@ -147,9 +157,10 @@ def _entries_of(document: dict) -> list[dict]:
     """Return the rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms or losses; of
     ``{"1": {...}}`` by step; and of pandas' ``to_json``, in any of its forms.
     """
-    if isinstance(document.get("data"), list) and isinstance(document.get("columns"), list):
+    rows = document.get("data", document.get("rows"))
+    if isinstance(rows, list) and isinstance(document.get("columns"), list):
         names = [*map(str, document["columns"])]
-        return [dict(zip(names, row, strict=False)) for row in document["data"] if isinstance(row, list)]
+        return [dict(zip(names, row, strict=False)) for row in rows if isinstance(row, list)]
     inner = [value for value in document.values() if isinstance(value, dict)]
     if len(inner) == len(document) > 0:
         if all(str(key).isdecimal() and len(str(key)) < 16 for key in document):

@@ -223,11 +223,11 @@ class Json(Grammar):
             return True
         if type(entry.get("rank")) is int:
             process = process or str(entry["rank"])
-        if long_columns(flat := leaves(entry)) is not None:
-            entry = flat
+        is_one = long_columns(flat := leaves(entry)) is not None
+        entry = flat if is_one else entry
         values = numbers(entry)
         step = step_of(values)
-        if step is not None and (one := one_value(entry)) is not None:
+        if step is not None and is_one and (one := one_value(entry)) is not None:
             return self.add(process, step, one)
         # in a deeper one are the last, least and largest of a run
         if step is None and any(is_norm(name) and {name, name.rpartition("/")[0]} & entry.keys() for name in values):

@@ -103,7 +103,11 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
 
 
 def numbers(data: Mapping[Any, Any], prefix: str = "", made: dict[str, float] | None = None) -> dict[str, float]:
-    """Return the entries that are numbers, or spell one; of nested ones, those inside, added to ``made``."""
+    """Return the entries that are numbers, or spell one; of nested ones, those inside, added to ``made``.
+
+    >>> numbers({"step": 7, "metrics": [{"name": "loss", "value": 2.0}]})
+    {'step': 7.0, 'loss': 2.0}
+    """
     made = {} if made is None else made
     for key, value in data.items():
         name = f"{prefix}{key}"
@@ -113,6 +117,9 @@ def numbers(data: Mapping[Any, Any], prefix: str = "", made: dict[str, float] | 
             numbers(value, f"{name}/", made)
         elif (known := number(value)) is not None:
             made[intern(name)] = known
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for one in filter(None, map(one_value, value)):
+                made |= one
     return made
 
 
