@@ -507,45 +507,34 @@ class Labelled(Grammar):
             self.title = "prime-rl's log"
         elif line.lstrip().startswith("iteration") and "consumed samples" in line:
             self.title = "Megatron's log"
+        length = None  # of the epoch that the step is a place in
         if head.re in (_BATCH, _IN_EPOCH):
-            epoch, place, length = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
+            epoch, place, total = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
             values["epoch"] = float(epoch)
             self._placed.add(process)
-            return self._place(process, int(place), int(length or 0), values)
-        if epoch := _EPOCH.search(line, 0, head.start()):
-            values.setdefault("epoch", float(epoch[1]))
-        total = _OF_TOTAL.match(line, head.end(head.lastindex))
-        if total and self._epoch is not None:
-            values.setdefault("epoch", self._epoch)
-        text = next(filter(None, head.groups())).replace(",", "")
-        scale = {"k": 1e3, "m": 1e6}.get(text[-1].lower(), 1.0)  # 31K means a thousand steps
-        self.is_late |= scale > 1
-        step = round(float(text.rstrip("KMkm")) * scale)
+            step, length = int(place), int(total or 0)
+        else:
+            if epoch := _EPOCH.search(line, 0, head.start()):
+                values.setdefault("epoch", float(epoch[1]))
+            total = _OF_TOTAL.match(line, head.end(head.lastindex))
+            if total and self._epoch is not None:
+                values.setdefault("epoch", self._epoch)
+            text = next(filter(None, head.groups())).replace(",", "")
+            scale = {"k": 1e3, "m": 1e6}.get(text[-1].lower(), 1.0)  # 31K means a thousand steps
+            self.is_late |= scale > 1
+            step = round(float(text.rstrip("KMkm")) * scale)
+            length = int(total[1]) if total and "epoch" in values else None
         rows = self.rows[process]
-        if is_bar and rows:
-            is_again = rows[-1][0] == step and rows[-1][1].get("epoch") == values.get("epoch")
-            if is_again:  # the last one has the step's own values
-                rows[-1][1].update(values)
-            if is_again or step == 0:  # not begun: it still has the values of the epoch before
-                self.num_drawn += sum(map(is_norm, values))
-                return True
-        if total and "epoch" in values:
-            return self._place(process, step, int(total[1]), values)
-        return self.add(process, step, values)
-
-    def _place(self, process: str, place: int, length: int, values: dict[str, float]) -> bool:
-        """Adds what a line says of a place in an epoch; of one without norms, as an updated bar has, the last."""
-        rows = self.rows[process]
-        if (
-            rows
-            and rows[-1][0] == place
-            and rows[-1][1].get("epoch") == values["epoch"]
-            and not any(map(is_norm, values))
-        ):
-            rows[-1][1].update(values)
-            return True
-        self.lengths[process][len(rows)] = length
-        return self.add(process, place, values)
+        is_again = bool(rows) and rows[-1][0] == step and rows[-1][1].get("epoch") == values.get("epoch")
+        if is_again and (is_bar or length is not None and not any(map(is_norm, values))):
+            rows[-1][1].update(values)  # drawn again: the last one has the step's own values
+        elif step > 0 or not (is_bar and rows):
+            if length is not None:
+                self.lengths[process][len(rows)] = length
+            return self.add(process, step, values)
+        # a bar that is not begun still has the values of the epoch before
+        self.num_drawn += sum(map(is_norm, values))
+        return True
 
     def _goes_on(self, line: str, process: str) -> bool:
         """Adds what a line says of the step above it: an indented one, or what a terminal has wrapped."""
