@@ -26,8 +26,8 @@ HEADED_BY_STEP = re.compile(
     rf"\b(?<!episode )(?:(?:global|train|training)[_ ])?steps?(?:\b|_)(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
-    rf"\b(?:iterations?|iter|it|num_updates|update|(?<!train )batch(?: count)?(?=\W{{0,3}}\d+\s*/))\b"
-    rf"(?:\(\w+\))?{_STEP}",
+    r"\b(?:iterations?|iter|it|num_updates|update|env_step|total_(?:time)?steps"
+    rf"|(?<!train )batch(?: count)?(?=\W{{0,3}}\d+\s*/))\b(?:\(\w+\))?{_STEP}",
     re.IGNORECASE,
 )
 _COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, 73it [, wherever a bar is
@@ -37,7 +37,6 @@ _COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, 73it [, wh
     r"|^\W*(\d{1,15})(?:\]\s+| [|:] )(?=[a-z])",  # [73] train-logloss:0.4, 73 | loss 2.0
     re.IGNORECASE,
 )
-_NAMED_STEP = re.compile(r"(?:env_step|total_steps|total_timesteps)\b\W{0,3}(\d{1,15})()")
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
@@ -74,7 +73,7 @@ _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train:
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
     re.IGNORECASE,
 )
-_HEADS = (_HEADED, _IN_EPOCH, _BATCH, _NAMED_STEP, _COUNT)
+_HEADS = (_HEADED, _IN_EPOCH, _BATCH, _COUNT)
 """Forms of a step or of a place in an epoch, the surest first."""
 _STEP_COLUMNS = {"epoch", "step", "iter", "iteration", "itn.", "e", "#"}
 _LOSS_COLUMN = re.compile(r"loss|rmse_|\bbox +obj +cls\b", re.IGNORECASE)
@@ -487,7 +486,7 @@ class Labelled(Grammar):
         if is_bar:
             line = _BAR.sub(" ", line)
         head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and HEADED_BY_STEP.search(line))
-        forms = _HEADS[-2:] if is_bar else _HEADS
+        forms = (_HEADED, _COUNT) if is_bar else _HEADS
         head = head or next(filter(None, (form.search(line) for form in forms)), None)
         if not head:
             if "poch" in line and (epoch := _EPOCH.search(line)) and not NOT_TRAINING.search(line):
@@ -509,10 +508,9 @@ class Labelled(Grammar):
             self.title = "Megatron's log"
         length = None  # of the epoch that the step is a place in
         if head.re in (_BATCH, _IN_EPOCH):
-            epoch, place, total = head.groups() if head.re is _IN_EPOCH else (head[1] or head[2], head[3], head[4])
-            values["epoch"] = float(epoch)
+            epoch, step, *total = map(int, filter(None, head.groups()))
+            values["epoch"], length = float(epoch), sum(total)
             self._placed.add(process)
-            step, length = int(place), int(total or 0)
         else:
             if epoch := _EPOCH.search(line, 0, head.start()):
                 values.setdefault("epoch", float(epoch[1]))
