@@ -30,7 +30,7 @@ _HEADED = re.compile(
     rf"|(?<!train )batch(?: count)?(?=\W{{0,3}}\d+\s*/))\b(?:\(\w+\))?{_STEP}",
     re.IGNORECASE,
 )
-_COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, 73it [, wherever a bar is
+_COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, wherever a bar is
     r"(?=\d)(?<![\w./:-])(?<!epoch )(?<!epoch  )(?<!epoch: )(?<!epoch \[)(?<!epoch=)(?!0\d)"
     r"(\d{1,15}(?:\.\d+(?=k))?k?)(?:(?:it)?\s*/\s*(?:\d+(?:\.\d+)?k?(?:it)?|\?)(?![\w./]*\d|[a-z]|\s+\d\d:\d\d))"
     r"|\bepisode\b\W{0,3}(\d{1,15})"
