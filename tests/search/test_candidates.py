@@ -108,6 +108,7 @@ def test_what_ranks_do_between_two_passes_of_a_spread_spike_grows_with_their_num
         **{name: getattr(task, name) for name in ("prober", "max_culprits")},
         culprit_norm=1e-5,
         usual_coefficient=None,
+        unit=1.0,
         reference=spike.threshold,
         spike=spike,
         gradient=None,
@@ -139,7 +140,13 @@ def one_rank(values, log_probs=None, **known):
         token_weights=lambda index: torch.ones_like(rows[index]),
     )
     readouts = [SimpleNamespace(slope=row, weight=row.abs()) for row in rows]
-    made = {"max_culprits": 8, "usual_coefficient": None, "culprit_norm": 1.0, "readouts": lambda named: readouts}
+    made = {
+        "max_culprits": 8,
+        "usual_coefficient": None,
+        "culprit_norm": 1.0,
+        "unit": 1.0,
+        "readouts": lambda named: readouts,
+    }
     return SimpleNamespace(prober=SimpleNamespace(step=step, ranks=Ranks()), **(made | known))
 
 

@@ -117,7 +117,7 @@ def numbers(data: Mapping[Any, Any], prefix: str = "", made: dict[str, float] | 
             numbers(value, f"{name}/", made)
         elif (known := number(value)) is not None:
             made[intern(name)] = known
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        elif isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
             for one in filter(None, map(one_value, value)):
                 made |= one
     return made
