@@ -13,7 +13,7 @@ from ...explain.text import one_line
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
-from ..runs.health import CLIP, STATES, HealthConfig, RunHealth, judge, ranges
+from ..runs.health import STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_run
 from ..runs.spikes import missing_norm
 from . import EXIT_CODES, add_fail_on, add_log_arguments, add_set_argument, assignments, exit_code
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="every step's state, as JSON")
     add_log_arguments(parser)
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
-    clip = "the run's actor.grad_clip; 0: gradients were not clipped (default: %(default)s)"
-    parser.add_argument("--grad-clip", type=float, default=CLIP, metavar="NORM", help=clip)
+    clip = "the norm that gradients were clipped to; 0: none (default: 1 for verl's own logs, else unknown)"
+    parser.add_argument("--grad-clip", type=float, metavar="NORM", help=clip)
     add_set_argument(parser, "a threshold of trainer.health, such as policy_kl=[0.2,null]")
     add_fail_on(parser)
 
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     values = "a number, null, or [warning,danger], such as --set policy_kl=[0.2,null]"
     config = assignments(args.set, "health.", values, HealthConfig)
-    if not args.grad_clip >= 0:
+    if args.grad_clip is not None and not args.grad_clip >= 0:
         raise ReportError(f"--grad-clip must be a norm or 0 for none, found {args.grad_clip}.")
     folder = read_run(args.path, args.metrics, args.metric, args.pattern)
-    healths = [judge(run.parts, config, args.grad_clip or None) for run in folder.runs]
+    healths = [judge(run.parts, config, args.grad_clip) for run in folder.runs]
     if not healths or not healths[0]:
         why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
         raise ReportError(

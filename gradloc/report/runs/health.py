@@ -18,7 +18,7 @@ from ..memory import uncollected
 
 LOGGED = "health/state"
 CLIP = 1.0
-"""verl's own clip limit, used where none is named."""
+"""verl's own clip limit, of its runs that name none."""
 LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
 
 
@@ -125,23 +125,25 @@ def _worst(verdicts: Sequence[Judgement]) -> Judgement:
 
 @uncollected()
 def judge(
-    metrics: Metrics | Sequence[Metrics], config: HealthConfig | None = None, grad_clip: float | None = CLIP
+    metrics: Metrics | Sequence[Metrics], config: HealthConfig | None = None, grad_clip: float | None = None
 ) -> RunHealth:
     """Judge a run's steps in the order in which they were logged.
 
     Args:
         metrics: of a run that was resumed, each part's: a step that was logged twice is judged twice.
         config: thresholds; the trainer's defaults when None.
-        grad_clip: the norm that the run's gradients were clipped to; None: to nothing.
+        grad_clip: the norm that the run's gradients were clipped to; 0: to nothing; None: to verl's default where the
+            norm has verl's name, and else to an unknown one, which no rule compares with.
 
     Returns:
         Empty when no step has a metric that the rules read.
     """
     config = config or HealthConfig()
-    rules = Judge(config, grad_clip)
+    parts = [metrics] if isinstance(metrics, Metrics) else metrics
+    is_verl = all("actor/grad_norm" not in part.called for part in parts)
+    rules = Judge(config, (grad_clip or None) if grad_clip is not None or not is_verl else CLIP)
     health = RunHealth()
     differences: list[str] = []
-    parts = [metrics] if isinstance(metrics, Metrics) else metrics
     for part in parts:
         read = [name for name in READ if name in part.series]
         rows = zip(*(part.series[name] for name in read), strict=True) if read else [()] * len(part.steps)
