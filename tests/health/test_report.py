@@ -74,6 +74,17 @@ def test_thresholds_and_the_clip_limit_can_be_named(run_of, shown):
     assert states("--set", "trainer.health.truncation=[0.01,null]", "--set", "recent=30") == set()
 
 
+def test_no_clip_limit_is_assumed_of_a_log_that_is_not_verl_s(tmp_path, shown):
+    log, rows = tmp_path / "own.jsonl", ({"step": step, "grad_norm": 2.0 + step % 3 / 10} for step in range(60))
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def states(*options):
+        steps = json.loads(shown("health", log, "--json", *options))["steps"]
+        return {reason["name"] for step in steps for reason in step["reasons"]}
+
+    assert states() == set() and states("--grad-clip", "1") == {"clip_share"}
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -140,8 +140,9 @@ def judge(
     """
     config = config or HealthConfig()
     parts = [metrics] if isinstance(metrics, Metrics) else metrics
-    is_verl = all("actor/grad_norm" not in part.called for part in parts)
-    rules = Judge(config, (grad_clip or None) if grad_clip is not None or not is_verl else CLIP)
+    if grad_clip is None and all("actor/grad_norm" not in part.called for part in parts):
+        grad_clip = CLIP
+    rules = Judge(config, grad_clip or None)
     health = RunHealth()
     differences: list[str] = []
     for part in parts:
