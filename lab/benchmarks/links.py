@@ -5,6 +5,7 @@
     python -m lab.benchmarks.links --seeds 2 --model gpt
     python -m lab.benchmarks.links --seed 123 --fault second_moments
     python -m lab.benchmarks.links --healthy 10000       # early warnings in that many steps without a fault
+    python -m lab.benchmarks.links --keep DIR --fault learning_rate   # one run, for its report
 
 A run trains on Python's help pages. After some healthy steps a fault is planted, at once or spread over ten steps. The
 first event whose step is ordinary in the same run without the fault is judged. Runs that never spike are counted
@@ -368,6 +369,14 @@ def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Re
         return rows
 
 
+def keep(folder: Path, fault: str, model: str, seed: int) -> None:
+    """Leave a run with a fault in a folder, for its report."""
+    run = Run(Plan.of(model, seed), fault, folder=str(folder))
+    for _ in range(HEALTHY + _SPREAD):
+        run.take()
+    run.watch.close()
+
+
 def read_events(folder: str) -> list[Record]:
     """Return the events that a watch wrote to this folder."""
     return verdict.read_events(Path(folder, "gradloc", "events.jsonl"))
@@ -517,10 +526,14 @@ def main() -> int:
     made.add_argument("--fault", choices=FAULTS, action="append")
     made.add_argument("--healthy", type=int, help="steps without a fault, in place of faults")
     made.add_argument("--picture", type=Path, help="draw the norms of both batches at both weights, and end")
+    made.add_argument("--keep", type=Path, metavar="DIR", help="leave one run with a fault there, and end")
     made.add_argument("--processes", type=int, default=2)
     args = made.parse_args()
     if args.picture:
         picture(args.picture)
+        return 0
+    if args.keep:
+        keep(args.keep, *(args.fault or ["token"])[:1], *(args.model or MODELS)[:1], *(args.seed or [3])[:1])
         return 0
     fresh = random.SystemRandom()
     models = args.model or MODELS
