@@ -48,9 +48,9 @@ def optional() -> Any:
 _PHASES = (
     *("micro_batch", "rank", "token", "share", "verify", "residual", "coefficients", "bisect"),
     "sketch",  # of earlier versions
-    *("transient", "weights", "scale", "others", "fault"),
+    *("transient", "weights", "scale", "others", "fault", "replay"),
 )
-_PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured", "untrusted", *VERDICTS)
+_PATH_VERDICTS = ("under", "split", "spread", "culprit", "unopened", "measured", "untrusted", "differs", *VERDICTS)
 
 
 @dataclass(frozen=True)
@@ -322,10 +322,10 @@ class Certificate:
 
     norm_before: float | None = never_null()
     """Norm of the gradient with the culprits, before clipping."""
-    norm_after: float | None = never_null()
+    norm_after: float | None = None
     """Norm without them, measured; null where a part was not searched."""
-    error_bound: float | None = never_null()
-    """Largest error of norm_after."""
+    error_bound: float | None = None
+    """Largest error of norm_after; null with it."""
     threshold: float | None = None
     """The trigger's threshold; null on a rehearsal."""
     method: Annotated[str, ("enum", ("subtract", "swap", "recompute", "none"))] = "none"

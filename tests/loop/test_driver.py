@@ -16,7 +16,7 @@ from gradloc.loop.messages import RankReport
 from gradloc.record import Run, Step
 from gradloc.trigger import Spike
 from tests.watch.loops import PLANT, SPIKE, TAU, Loop, batches, flat
-from tests.watch.test_harmless import events_in
+from tests.world.events import events_in
 
 
 def driver(tmp_path, model="actor", **trigger):

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.compare import are_same, events_in
+from tests.recipes.compare import are_same
 from tests.world import World
+from tests.world.events import events_in
 
 pytest.importorskip("deepspeed")
 LAYOUTS = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("float32", "bfloat16")]

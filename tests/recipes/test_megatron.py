@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.compare import are_same, events_in
+from tests.recipes.compare import are_same
 from tests.world import World
+from tests.world.events import events_in
 
 LAYOUTS = [(dtype, is_distributed) for dtype in ("float32", "bfloat16") for is_distributed in (False, True)]
 SHAPES: dict[str, dict[str, Any]] = {

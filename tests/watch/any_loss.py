@@ -11,13 +11,11 @@ Shapes: B rows of a micro-batch, T positions, V vocabulary.
 
 import contextlib
 import io
-import json
 import math
 import random
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 
 import gradloc
+from tests.world.events import events_in
 
 VOCABULARY, HIDDEN, ROWS = 96, 32, 2
 """ROWS of a micro-batch."""
@@ -659,11 +658,6 @@ def shared(folder: str, layout: str) -> str:
     names = [folder]
     dist.broadcast_object_list(names)
     return names[0]
-
-
-def events_in(folder: str) -> list[dict[str, Any]]:
-    path = Path(folder) / "gradloc" / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def judged(made: Loop, truth: Loop, events: list[dict[str, Any]], threshold: float) -> Found:

@@ -15,7 +15,7 @@ import gradloc
 from gradloc.analysis.config import BucketSettings, QuartileSettings, taken_from
 from gradloc.analysis.quartiles import assign
 from tests.watch.loops import ROWS, TAU, Loop, batches, flat
-from tests.world.events import validate
+from tests.world.events import events_in, validate
 
 REWARDS = torch.tensor([0.0, 0, 0, 1, 0, 2, 0, 3])
 """Of four prompts' two rollouts: each later group deviates more."""
@@ -220,8 +220,7 @@ def test_a_spike_in_a_stage_is_searched_in_what_the_stage_let_through(tmp_path):
     loop.advantages = loop.advantages.clone()
     loop.advantages[row] = 4e3
     loop.stages(ids, mask)
-    lines = (tmp_path / "gradloc" / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
+    events = events_in(tmp_path)
     assert {event["step"]["stage"] for event in events} <= {"low", "high"} and events
     assert all(event["certificate"]["verdict"] == "explained" for event in events)
 

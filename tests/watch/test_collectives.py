@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from tests.watch.loops import SPIKE, TAU, WORTH, Loop, batches
-from tests.watch.test_harmless import events_in
+from tests.world.events import events_in
 
 
 class Written(TorchDispatchMode):

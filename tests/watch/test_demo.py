@@ -9,7 +9,7 @@ import pytest
 
 from tests.experiments.conftest import REPO
 from tests.experiments.real import demo
-from tests.watch.test_harmless import events_in
+from tests.world.events import events_in
 
 WITHOUT = """
 import runpy, sys

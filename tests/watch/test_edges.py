@@ -16,7 +16,7 @@ from tests.watch import kinds
 from tests.watch.any_loss import Clipped, Loop, log_probs
 from tests.watch.loops import SPIKE, TAU, T, batches
 from tests.watch.loops import Loop as Plain
-from tests.watch.test_harmless import events_in
+from tests.world.events import events_in
 
 
 def named(made, event):

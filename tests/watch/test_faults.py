@@ -7,7 +7,8 @@ import pytest
 
 from lab.experiments.environment import CACHE
 from tests.watch import faults, pretrained
-from tests.watch.test_harmless import events_in, named
+from tests.watch.test_harmless import named
+from tests.world.events import events_in
 
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 3 else []) for seed in range(20)]
 CASES = [pytest.param(kind, *seed.values, marks=seed.marks) for kind in ("sft", "dpo", "grpo") for seed in SEEDS]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``observe`` is the loop without a watch, and ``mask`` the loop with that token's weight at zero, bit for bit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,10 @@ import torch
 
 from tests.watch import loops
 from tests.world import World
+from tests.world.events import events_in
 
 ONCE = ("ddp-once", "fsdp2-once", "fsdp1-once")
 MORE = [("ddp", "bfloat16"), ("ddp", "float16"), ("fsdp2", "float32"), ("fsdp2", "float16")]
-
-
-def events_in(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "gradloc" / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def named(event: dict[str, Any]) -> list[tuple[int, int]]:

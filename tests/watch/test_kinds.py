@@ -18,8 +18,9 @@ import torch
 
 from gradloc.watch.taps import ModelTap
 from tests.watch import kinds
-from tests.watch.test_harmless import events_in, named
+from tests.watch.test_harmless import named
 from tests.world import World
+from tests.world.events import events_in
 
 OF_ALL = [each for each in vars(kinds).values() if isinstance(each, type) and issubclass(each, kinds.Kind)]
 RANKED = [each for each in OF_ALL if issubclass(each, kinds.Ranked) and each is not kinds.Ranked]

@@ -10,7 +10,7 @@ import torch
 
 import gradloc
 from gradloc.adapters.hf import run
-from tests.watch.test_harmless import events_in
+from tests.world.events import events_in
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("any-loop.md", "trainers.md")]

@@ -14,7 +14,7 @@ from gradloc.loop.driver import AbortedBySpike
 from gradloc.record.store import EventStore
 from gradloc.watch.clips import ClipTap
 from tests.watch.loops import SPIKE, TAU, Loop, flat, model_of
-from tests.watch.test_harmless import events_in
+from tests.world.events import events_in
 
 
 class Failing(Loop):

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are no tokens, as a classifier's: an event calls them rows, and says nothing of tokens or documents."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +9,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import gradloc
 from gradloc.report.pages.markdown import to_markdown
 from gradloc.report.runs.run import read_run
+from tests.world.events import events_in
 
 BAD, STEP, LARGE = 17, 31, 1e3
 
@@ -44,7 +42,7 @@ def test_a_bad_row_is_a_row(tmp_path, kind, label):
         (losses_of(kind, model(x), x) * weights).mean().backward()
         optimizer.step()
     watch.close()
-    (event,) = map(json.loads, Path(tmp_path, "gradloc/events.jsonl").read_text().splitlines())
+    (event,) = events_in(tmp_path)
     (culprit,) = event["culprits"]
     assert (culprit["micro_batch_row"], culprit["span"], culprit["token_ids"]) == (BAD, "sequence", [])
     assert culprit["cause"]["label"] == label and "log_prob" not in culprit["values"]

@@ -14,8 +14,9 @@ from gradloc import token_log_probs
 from gradloc.watch.forwarded import frozen
 from tests.toy_model.model import build
 from tests.watch.loops import PLANT, SPIKE, TAU, WORTH, Loop, T, batches, flat, train
-from tests.watch.test_harmless import events_in, named
+from tests.watch.test_harmless import named
 from tests.world import DEVICE
+from tests.world.events import events_in
 
 
 def both(kind, tmp_path, **given):

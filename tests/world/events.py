@@ -12,9 +12,9 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "schema"
 
 
 def read_events(dump_dir: str | Path) -> list[dict[str, Any]]:
-    """All events of a folder, each validated, with the documents of its folder."""
-    root = Path(dump_dir)
-    events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
+    """All events of a folder, each validated, with the documents of its folder; none without the folder."""
+    root, path = Path(dump_dir), Path(dump_dir, "events.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for event in events:
         validate("event", event)
         if event["folder"] is not None:
@@ -24,6 +24,11 @@ def read_events(dump_dir: str | Path) -> list[dict[str, Any]]:
                 validate("bundle", json.loads((folder / "meta.json").read_text()))
                 assert (folder / "batch.safetensors").stat().st_size > 0
     return events
+
+
+def events_in(run: str | Path) -> list[dict[str, Any]]:
+    """All events of a run outside of verl, each validated."""
+    return read_events(Path(run, "gradloc"))
 
 
 def validate(name: str, document: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL in an environment of its own, `scripts/test.sh trl`; in others nothing here is collected."""
 
-import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,11 +29,6 @@ def run_on_two(world: World, tmp_path: Path) -> Callable[..., list[dict[str, Any
     return lambda name, folder="", **given: world.run(
         "tests.adapters.trl.harness.run", name=name, folder=str(tmp_path / (folder or name)), **given
     )
-
-
-def events_in(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "gradloc" / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def named_in(events: list[dict[str, Any]]) -> list[tuple[int, int, int]]:

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from tests.adapters.trl.conftest import SAME, events_in, named_in
+from tests.adapters.trl.conftest import SAME, named_in
 from tests.adapters.trl.harness import stop_after
 from tests.world import DEVICE
+from tests.world.events import events_in
 
 TOKEN = {"what": "token", "factor": 1e3}
 NAN = {"what": "token", "factor": math.nan}

@@ -6,7 +6,8 @@ import trl
 
 import gradloc.trl
 from tests.adapters.trl import labels
-from tests.adapters.trl.conftest import events_in, named_in
+from tests.adapters.trl.conftest import named_in
+from tests.world.events import events_in
 
 SAME = ("weights", "optimizer", "norms")
 

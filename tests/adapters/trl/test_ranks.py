@@ -3,7 +3,8 @@
 
 import pytest
 
-from tests.adapters.trl.conftest import check_harmless, events_in, named_in
+from tests.adapters.trl.conftest import check_harmless, named_in
+from tests.world.events import events_in
 
 PLANT = {"what": "token", "factor": 1e3, "rank": 1}
 LAYOUTS = {

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gradloc.replay.__main__ import main
-from tests.adapters.trl.conftest import events_in
+from tests.world.events import events_in
 
 TOKEN = {"what": "token", "factor": 1e3}
 BEFORE = {"evidence": {"checkpoint": "before_step", "bundle": "full"}}

@@ -6,8 +6,9 @@ import torch
 from trl.trainer import utils
 
 from gradloc.core.step import has_finite_loss, kl_coefficients
-from tests.adapters.trl.conftest import SAME, check_harmless, events_in, named_in
+from tests.adapters.trl.conftest import SAME, check_harmless, named_in
 from tests.adapters.trl.harness import LossReplay, OfLogits, make
+from tests.world.events import events_in
 
 TOKEN = {"what": "token", "factor": 1e3}
 SEQUENCE = {"what": "sequence", "factor": 1e3}

@@ -14,7 +14,8 @@ from gradloc.adapters.trl.step import OTHER_KEY
 from gradloc.adapters.trl.watch import other_advantages
 from gradloc.trl import GRPOTrainer, attach
 from tests.adapters.trl import harness
-from tests.adapters.trl.conftest import SAME, events_in
+from tests.adapters.trl.conftest import SAME
+from tests.world.events import events_in
 
 TOKEN = {"what": "token", "factor": 1e3}
 
