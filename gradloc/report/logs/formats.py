@@ -57,6 +57,8 @@ _SETTINGS = re.compile(
     r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
 """Files that are often found among logs and are not logs."""
+_BY_SAMPLES = re.compile(r"\bTrain[/_]Samples[/_]")
+"""The beginning of the names that DeepSpeed's monitor gives to files and metrics."""
 LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
 
 
@@ -165,6 +167,7 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         recordings = [recording for recording in read_as(source) if recording.rows]
         for recording in recordings:
             recording.folder = path.parent
+            recording.counts_samples = any(map(_BY_SAMPLES.search, [path.name, *recording.rows[0][1]]))
         if recordings:
             return recordings
         notes += source.notes

@@ -9,9 +9,9 @@ from itertools import pairwise
 from sys import intern
 
 from ...record.files import parse_json
-from .names import as_step, is_norm, is_training_loss, leaves, long_columns, number, numbers, one_value, step_of
+from .names import as_step, is_norm, is_training_loss, leaves, long_columns, number, numbers, one_value, points, step_of
 from .pairs import NUMBER, PAIRS, as_float, pairs, wanted
-from .recording import OF_WATCH, Row
+from .recording import OF_WATCH, Row, gather
 
 _CONSOLE = re.compile(r"\bstep:(\d{1,15}) - (.+)")
 _MORE_OF_CONSOLE = re.compile(r"(?:^|\s)- ([\w./@-]+:\S+(?: - .+)?)$")
@@ -37,6 +37,8 @@ _COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, wherever a
     r"|^\W*(\d{1,15})(?:\]\s+| [|:] )(?=[a-z])",  # [73] train-logloss:0.4, 73 | loss 2.0
     re.IGNORECASE,
 )
+_LABEL = re.compile(r"(?<!\S)\d{1,6}\|(\d{1,12})\|(?=[a-z])", re.IGNORECASE)
+"""torchtune's epoch and step: ``1|73|Loss: 0.25``; a bar behind it counts for itself."""
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
@@ -77,6 +79,14 @@ _HEADS = (_HEADED, _IN_EPOCH, _BATCH, _COUNT)
 """Forms of a step or of a place in an epoch, the surest first."""
 _STEP_COLUMNS = {"epoch", "step", "iter", "iteration", "itn.", "e", "#"}
 _LOSS_COLUMN = re.compile(r"loss|rmse_|\bbox +obj +cls\b", re.IGNORECASE)
+_TWO_WORDS = re.compile(
+    r"\b(train(?:ing)?|val(?:id(?:ation)?)?|test|eval|lm|total|avg|mean|grad(?:ient)?|learning|loss) "
+    r"(?=(?:loss|acc(?:uracy)?|ppl|perplexity|reward|error|norm|rate|scale)\b)",
+    re.IGNORECASE,
+)
+"""The first word of a column's name of two, in a head with single blanks."""
+_REMARKS = re.compile(r"\s(?:Δ|notes?\b|remarks?\b|comments?\b|status\b|flags?\b).*", re.IGNORECASE)
+"""The columns from the first on that some rows leave out."""
 _OF_BOXES = {"box": "box_loss", "obj": "obj_loss", "cls": "cls_loss"}
 """Losses in YOLOv5's heads."""
 _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
@@ -228,6 +238,8 @@ class Json(Grammar):
         step = step_of(values)
         if step is not None and is_one and (one := one_value(entry)) is not None:
             return self.add(process, step, one)
+        if step is None and (found := gather(points(entry))):
+            return any([self.add(process, *row) for row in found])
         # in a deeper one are the last, least and largest of a run
         if step is None and any(is_norm(name) and {name, name.rpartition("/")[0]} & entry.keys() for name in values):
             self.is_counted = True
@@ -452,6 +464,25 @@ class Headed(Grammar):
         return {} if value is None else {intern(name): value}
 
 
+_SAID = re.compile(
+    r"(?<![^\s\])|])(?:\d{1,6}\|(?P<tune>\d{1,12})\||(?P<word>step|iter|iteration)\W{1,3}(?P<step>\d{1,12})\b)", re.I
+)
+
+
+def _steps_apart(line: str) -> list[str]:
+    """Return the parts of a line that holds several steps, as a paste without its line breaks does."""
+    if line.count("|") < 4 and line.lower().count("step") < 2 and line.lower().count("iter") < 2:
+        return [line]
+    heads = list(_SAID.finditer(line))
+    steps = [int(head["tune"] or head["step"]) for head in heads]
+    words = {(head["word"] or "").lower() for head in heads}
+    if len(heads) < 2 * len(words) or len({*steps}) < 2 or not all(a <= b for a, b in pairwise(steps)):
+        return [line]
+    ends = [head.start() for head in heads[1:]]
+    parts = [line[start:end] for start, end in zip([0, *ends], [*ends, len(line)], strict=True)]
+    return parts if all(wanted(pairs(part)) for part in parts) else [line]
+
+
 class Labelled(Grammar):
     """``Step 7 | Loss: 0.1 | Grad. Norm: 0.31`` in any of its spellings: prime-rl, Megatron, torchtitan, own loops."""
 
@@ -473,6 +504,8 @@ class Labelled(Grammar):
         """The process of the line above, where one without a step may say more of its step."""
 
     def take(self, line: str, process: str) -> bool:
+        if len(parts := _steps_apart(line)) > 1:
+            return any([self.take(part, process) for part in parts])
         if self._take(line, process):
             self._above = process
             return True
@@ -485,7 +518,11 @@ class Labelled(Grammar):
         is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))
         if is_bar:
             line = _BAR.sub(" ", line)
-        head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and HEADED_BY_STEP.search(line))
+        head = (
+            ("|" in line and _LABEL.search(line))
+            or ("lobal" in line and HEADED_GLOBALLY.search(line))
+            or ("tep" in line and HEADED_BY_STEP.search(line))
+        )
         forms = (_HEADED, _COUNT) if is_bar else _HEADS
         head = head or next(filter(None, (form.search(line) for form in forms)), None)
         if not head:
@@ -611,6 +648,8 @@ class ConsoleTable(Grammar):
         self._step_at = 0
 
     def take(self, line: str, process: str) -> bool:
+        if _LOSS_COLUMN.search(line) and not re.search(r"\S\s{2,}\S|\t", line):
+            line = _TWO_WORDS.sub(r"\1_", _REMARKS.sub("", line))
         cells = line.lstrip(" `").split()
         if cells[:1] == ["#"] and cells[-1] != "#" and cells[1].lower() in _STEP_COLUMNS:
             cells = cells[1:]

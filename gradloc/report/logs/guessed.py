@@ -41,6 +41,11 @@ class Guessed(Grammar):
         """By what lines say of a step, and the number of their counts, then by process: counts, and values."""
         self.num_kept = 0
 
+    @property
+    def names(self) -> list[str]:
+        """The names of what was kept."""
+        return [*dict.fromkeys(name for wanted, _ in self._kept for name in wanted)]
+
     def take(self, line: str, process: str) -> bool:
         """Keep a line, or its parts where it was joined of two epochs', for :meth:`resolve`; leave it to others."""
         for part in _EPOCHS.split(line) if line.count("poch") > 1 else [line]:

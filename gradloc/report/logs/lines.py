@@ -32,8 +32,9 @@ from .grammars import (
     Printed,
 )
 from .guessed import Guessed
-from .names import is_norm, number
+from .names import is_norm, listed, number
 from .pairs import NUMBER, SYMBOL, as_float
+from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Skip, flat
 from .source import Source
 
@@ -68,6 +69,7 @@ _COMMA = re.compile(r"(?<=[=:\s]\d),(?=\d)|(?<=\d\d),(?=\d)")
 _AT_MINIMUM = re.compile(
     r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
 )
+_OVERFLOWED_AT = re.compile(r"overflow on iteration:? (\d{1,12})\b", re.IGNORECASE)
 _COUNTED = re.compile(r"\bstep=(\d{1,12}), skipped=(\d{1,12})\b")
 _LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
 _OF_SKIPS = (
@@ -101,8 +103,8 @@ _CONFIG_LINES = 4000
 def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     console, json_lines, printed, labelled = Console(), Json(), Printed(), Labelled()
-    columns, headed, guessed = ConsoleTable(), Headed(), Guessed()
-    grammars = [console, json_lines, printed, labelled, columns, headed, guessed]
+    columns, headed, guessed, exposed = ConsoleTable(), Headed(), Guessed(), Exposed()
+    grammars = [console, json_lines, exposed, printed, labelled, columns, headed, guessed]
     config, skipped = _Config(), _Skipped(grammars)
     last, taken, process = "", None, ""
     num_bad = num_seen = num_commas = 0
@@ -133,7 +135,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             saved[int(found["step"] or found["iteration"])] = found["path"] or found["folder"]
         if "<" in line and (drawn := DRAWN.search(line)):
             printed.draw(int(drawn[1]), int(drawn[2]))
-        is_below = columns.names or headed.is_by_step and (line[:1].isspace() or ":" in line)
+        is_below = columns.names or exposed.is_open or headed.is_by_step and (line[:1].isspace() or ":" in line)
         if not (is_below or _WORDS.search(line) or "- " in line and _WRAPPED.search(line)):
             if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
                 skipped.take(line, None)
@@ -161,7 +163,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             printed.draw(int(head[1]) if head[1].isdecimal() else 0, 0)
         if taken is not console and any(word in line for word in _OF_SKIPS):
             skipped.take(line, taken, process)
-        is_sifting = not (config.is_open or headed.is_by_step or columns.names)
+        is_sifting = not (config.is_open or exposed.is_open or headed.is_by_step or columns.names)
+    exposed.close()
     printed.count_by_bars()
     json_lines.count_by_epochs()
     is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
@@ -196,6 +199,11 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     skips = skipped.found_in(best)
     if not any(best.rows.values()):
         if all(skip.is_nan_loss for skip in skips):
+            if names := guessed.names + exposed.unplaced:
+                raise ReportError(
+                    f"{source.name} has values ({listed(names, 3)}), and no line says of which step: paste the "
+                    "headline of the step, too, or name a log with several steps."
+                )
             return []
         best.title = "fp16's overflow lines" if any(skip.is_overflow for skip in skips) else "lines of skipped steps"
         for step, count in skipped.counts:
@@ -236,8 +244,12 @@ def _amount(grammar: Grammar) -> tuple[int, int, bool]:
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 _JSON_BEGINS = re.compile(r"^[^{]*[^{\s][^{]*\{\"[^{}]{60,}$")
 """JSON behind something else, in a line that a terminal has wrapped."""
-_BARS = re.compile(r"\^M|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\|)")
-"""Before each of several progress bars on a line; a carriage return, as a pager shows it."""
+_BARS = re.compile(
+    r"\^M|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\|)"
+    r"|[^\s,]*(?=Metric \w+ improved|Epoch \d+, global step \d)"
+)
+"""Before each of several progress bars on a line; a carriage return, as a pager shows it; what Lightning prints behind
+a bar that the terminal has cut, with the bar's last word."""
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
@@ -255,7 +267,7 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             if "}" in line or len(parts) > 200:
                 yield ("" if is_wrapped else " ").join(parts)
                 parts, is_wrapped = [], False
-        elif "%|" in line and (line.count("%|") > 1 or "^M" in line):
+        elif "%|" in line and (line.count("%|") > 1 or "^M" in line or " global step " in line or "Metric " in line):
             yield from filter(None, _BARS.split(line))
         elif "{" not in line:
             yield line
@@ -274,6 +286,8 @@ class _Skipped:
     def __init__(self, grammars: list[Grammar]) -> None:
         self.step: int | None = None
         """The last message on a line without values."""
+        self._said: int | None = None
+        """The iteration that DeepSpeed says has overflowed."""
         self.counts: list[tuple[int, int]] = []
         """Steps, and how many of them were skipped, as DeepSpeed counts them."""
         self._grammars = grammars
@@ -285,20 +299,23 @@ class _Skipped:
 
     def take(self, line: str, taken: Grammar | None, process: str = "") -> None:
         """Takes a line; ``taken`` is the grammar that has read a step from it."""
+        if said := _OVERFLOWED_AT.search(line):
+            self._said = int(said[1])
         skip = _skip_in(line)
         if (counts := _COUNTED.search(line)) and len(self.counts) < _MOST_SKIPS:
             self.counts.append((int(counts[1]), int(counts[2])))
         if skip is None or skip.is_nan_loss and taken or len(self._found) > _MOST_SKIPS:
             return
         last = self._found[-1][0] if self._found else None
-        if last and skip.before and (last.before, last.scale) == (skip.before, skip.scale) and skip.scale < skip.before:
+        step = self._said or (self.step if taken or skip.step is None else skip.step)
+        is_same = last and (last.before, last.scale) == (skip.before, skip.scale) and self._said in (None, last.step)
+        if is_same and skip.before and skip.scale < skip.before:
             return  # the same one, in other words or of another rank: a scale falls but once from where it is
-        step = self.step if taken or skip.step is None else skip.step
-        skip = replace(skip, step=step, is_after=taken is None and self.step is None)
+        skip = replace(skip, step=step, is_after=taken is None and self.step is None and not self._said)
         places = [grammar.last for grammar in self._grammars]
         # of one overflow, each rank has its line: the bar may have gone on between them
         has_scale = skip.scale is not None
-        times = self._seen[(replace(skip, step=None) if has_scale and process else skip, *places)]
+        times = self._seen[(replace(skip, step=None) if has_scale and process and not self._said else skip, *places)]
         times[process] += 1
         is_new = times[process] > max((count for other, count in times.items() if other != process), default=0)
         if last and has_scale and last.scale is not None and skip.scale > last.scale:

@@ -2,7 +2,7 @@
 """Numbers as logs spell them, and what trainers call the metrics that the rules know by verl's names."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from sys import intern
 from typing import Any
@@ -178,6 +178,29 @@ def leaves(entry: Mapping[str, Any], depth: int = 4) -> dict[str, Any]:
     for inner in entry.values() if depth else ():
         made = (leaves(inner, depth - 1) if isinstance(inner, Mapping) else {}) | made
     return made
+
+
+def points(entry: Any, step: int | None = None, name: str = "", depth: int = 5) -> Iterator[tuple[int, str, float]]:
+    """Yield step, metric and value of each point in an entry, whose step and name may be around it.
+
+    >>> [*points({"path": ["train", "loss"], "values": [{"value": 2.0, "step": 1}, {"value": 1.5, "step": 2}]})]
+    [(1, 'train/loss', 2.0), (2, 'train/loss', 1.5)]
+    """
+    if isinstance(entry, list):
+        for each in entry if depth else ():
+            yield from points(each, step, name, depth - 1)
+    elif isinstance(entry, Mapping):
+        own = step_of({key: known for key, value in entry.items() if (known := number(value)) is not None})
+        step = step if own is None else own
+        named = next((entry[key] for key in (*KEYS, "path") if key in entry), None)
+        named = "/".join(map(str, named)) if isinstance(named, list) else named
+        name = named if isinstance(named, str) and len(named) <= NAME else name
+        value = next((number(entry[key]) for key in VALUES if key in entry), None)
+        if value is not None and step is not None and name:
+            yield step, intern(name), value
+        for inner in entry.values() if depth else ():
+            if isinstance(inner, Mapping | list):
+                yield from points(inner, step, name, depth - 1)
 
 
 def one_value(entry: Mapping[str, Any]) -> dict[str, float] | None:

@@ -75,6 +75,8 @@ class Recording:
     """How much of the file was read."""
     is_counted: bool = False
     """Whether its lines do not say the trainer's step, so that steps were counted."""
+    counts_samples: bool = False
+    """Whether its steps are counts of samples, as those of DeepSpeed's monitor."""
     skips: list[Skip] = field(default_factory=list)
     """Steps that the trainer says it skipped."""
     saved: dict[int, str] = field(default_factory=dict)

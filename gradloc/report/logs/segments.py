@@ -184,6 +184,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
                 runs.append(run)
             runs[-1].config = runs[-1].config or recording.config
             runs[-1].is_counted |= recording.is_counted
+            runs[-1].counts_samples |= recording.counts_samples
             runs[-1].skips += recording.skips if not count else []
             runs[-1].saved |= recording.saved
         runs[-1].notes += [*recording.notes, *notes]

@@ -329,7 +329,7 @@ _FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
 _RULE = re.compile(r"[:\- ]*-[:\- ]*(?:\|[:\- ]*-[:\- ]*)+")
 """The line below the head of a table of Markdown that has no frame at its sides."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_PLURAL = re.compile(r"^(step|iteration)s$", re.IGNORECASE)
+_PLURAL = re.compile(r"^(step|iteration|epoch)s$", re.IGNORECASE)
 _LINES = 400
 """The number of lines in which a table has to begin."""
 
@@ -353,7 +353,10 @@ def read_boxes(source: Source) -> list[Recording]:
     alone: list[int] = []
     for box in _boxes(source.lines()):
         for values in _steps_in(box):
-            step = step_of({_PLURAL.sub(r"\1", name): value for name, value in values.items()})
+            by_name = {_PLURAL.sub(r"\1", name): value for name, value in values.items()}
+            step = step_of(by_name)
+            if step is None and not any(map(is_norm, values)):
+                step = as_step(next((value for name, value in by_name.items() if name.lower() == "epoch"), None))
             found.append((step, values))
             alone += [step] if step is not None and _is_one_steps(box[0]) else []
     num_back = sum(later < step for step, later in zip(alone, alone[1:], strict=False))
@@ -422,7 +425,9 @@ def _is_one_steps(head: list[str]) -> bool:
 
 
 def _has_step(cells: Iterable[str]) -> bool:
-    return step_name([_PLURAL.sub(r"\1", cell) for cell in cells]) is not None
+    """Return whether one of a head's cells is a step, or an epoch that each row may be."""
+    names = [_PLURAL.sub(r"\1", cell) for cell in cells]
+    return step_name(names) is not None or "epoch" in map(str.lower, names)
 
 
 # ---- parquet and spreadsheets, read by the packages of ``pip install '.[logs]'``

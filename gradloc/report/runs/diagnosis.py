@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -214,10 +215,14 @@ def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
 
 def _unseen(run: LoggedRun) -> list[str]:
     """Note how many steps between the logged ones are not seen."""
-    apart = interval(run.metrics)
-    if apart < 2:
+    steps = run.metrics.steps[-1000:]
+    apart, gaps = interval(run.metrics), Counter(after - before for before, after in pairwise(steps))
+    if run.counts_samples:
+        return [f"The steps are counts of samples, {apart:,} from row to row."]
+    if apart < 2 or len(gaps) > 1 and 2 * len(gaps) >= len(steps) - 1 < 3:
         return []
-    return [f"Only one step in {apart} is logged: a spike in the others would not be seen."]
+    about = "one" if len(gaps) == 1 or 10 * gaps[apart] > 9 * len(steps) else "about one"
+    return [f"Only {about} step in {apart} is logged: a spike in the others would not be seen."]
 
 
 def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -149,7 +150,7 @@ def findings(run: LoggedRun) -> list[Sign]:
     """Find what is wrong with a run apart from single norms, the surest first."""
     metrics = run.metrics
     found = [*_not_finite(run), _reported(run), _skipped(run), _zeroed(run), _vanished(metrics), _height(metrics)]
-    found.append(_collapse(metrics) or _loss_spike(metrics) or _blown_up(metrics))
+    found.append(_collapse(metrics) or _loss_spike(metrics) or _blown_up(metrics) or _risen(metrics))
     return [finding for finding in found if finding is not None and finding.kind]
 
 
@@ -217,6 +218,9 @@ def _skipped(run: LoggedRun) -> Sign | None:
     known = [skip for skip in skips if skip.step is not None and not skip.is_end]
     first, last = (known[0].step, known[-1].step) if known else (None, None)
     where = f", {'after' if known[0].is_after else 'at'} {numbered('step', first, last)}" if known else ""
+    if skips and skips[0].step is None and run.metrics.steps and not run.metrics.logged(SKIPPED):
+        first = None
+        where = f", from before the first row to after step {last}" if known else ", before the first row"
     if overflows := [skip for skip in skips if skip.is_overflow]:
         return _overflowed(run, overflows, where, first, last)
     if not skips:
@@ -246,14 +250,17 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     count, steps = sum(not skip.is_end for skip in skips), run.metrics.steps
     is_end = count < len(skips)
     has_rows = bool(run.metrics.norms or loss_of(run.metrics)[1])
-    fell = f"; the loss scale went from {number(scales[0])} to {number(scales[-1])}" if len(scales) > 1 else ""
+    begin = skips[0].before
+    fell = f" from {number(begin)}" if begin is not None else ""
+    fell = f"; the loss scale fell{fell} to {number(scales[-1])}" if scales and scales[-1] != begin else ""
     end = ", and can fall no further: the run ends there" if is_end else ""
     sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
     if not count:
         sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
     # the scaler of a new run halves a scale that is far too large, once a step
     is_early = begins(run) == "start" or scales[:1] >= [_FIRST_SCALE]
-    is_search = is_early and count < steps[-1] and (first or 0) <= steps[0] and scales[-1:] > [100]
+    is_sound = scales[-1:] > [100] or scales[-1:] >= [1] and (last or 0) <= steps[0]
+    is_search = is_early and count < steps[-1] and (first or 0) <= steps[0] and is_sound
     is_over = not is_end and (count < 3 or has_rows and (is_search or steps[-1] - (last or steps[0]) >= 10 * count))
     advice = "A few are normal while the scaler finds its scale."
     if not has_rows and not is_end and len(scales) > 1 and scales[0] >= _USUAL_SCALE and scales[-1] > 100:
@@ -459,6 +466,28 @@ def _blown_up(metrics: Metrics) -> Sign | None:
             )
             return Sign("fell", sentence, "", step, before)
     return None
+
+
+def _risen(metrics: Metrics) -> Sign | None:
+    """Find a supervised run's loss that rose by half over its lowest, by far more than from row to row, and stayed."""
+    own, _ = loss_of(metrics)
+    known = metrics.known(own)
+    values = [value for _, value in known]
+    if len(known) <= _AROUND + 2 or not is_supervised(metrics) or min(values) <= 0:
+        return None
+    smooth = [median(values[max(at - 1, 0) : at + 2]) for at in range(len(values))]  # a lone value is no level
+    lowest = [*accumulate(range(len(smooth)), lambda least, at: min(least, at, key=smooth.__getitem__))]
+    at = max(range(len(smooth)), key=lambda at: smooth[at] / smooth[lowest[at]])
+    was, peak = smooth[lowest[at]], smooth[at]
+    usual = median(abs(b - a) for a, b in pairwise(values))
+    if peak < 1.5 * was or peak - was < 6 * usual or min(median(values[-3:]), values[-1]) < 1.25 * was:
+        return None
+    (since, begin), (step, end) = known[lowest[at]], known[at]
+    sentence = (
+        f"{own} rose from {number(begin, 3)} at step {since} to {number(end, 3)} at step {step}, and is "
+        f"{number(values[-1], 3)} in the last row."
+    )
+    return Sign("fell", sentence, "Look at the learning rate and the data between these steps.", since)
 
 
 def _drift(metrics: Metrics) -> Sign | None:
