@@ -240,6 +240,7 @@ class Json(Grammar):
             return self.add(process, step, one)
         if step is None and (found := gather(points(entry))):
             return any([self.add(process, *row) for row in found])
+        step = _step_around(values) if step is None else step
         # in a deeper one are the last, least and largest of a run
         if step is None and any(is_norm(name) and {name, name.rpartition("/")[0]} & entry.keys() for name in values):
             self.is_counted = True
@@ -254,6 +255,18 @@ class Json(Grammar):
         """Makes the epochs of rows without a step the steps of a process that says none."""
         for process, rows in self._epochs.items():
             self.rows[process] = self.rows[process] or rows
+
+
+def _step_around(values: dict[str, float]) -> int | None:
+    """Return the step next to the outermost metric of a nested entry, or next to what holds it."""
+    around = min(wanted(values), key=lambda name: name.count("/"), default="")
+    while around:
+        around = around.rpartition("/")[0]
+        begin = f"{around}/" if around else ""
+        step = step_of({name.removeprefix(begin): value for name, value in values.items() if name.startswith(begin)})
+        if step is not None:
+            return step
+    return None
 
 
 class Printed(Grammar):

@@ -32,8 +32,8 @@ from .grammars import (
     Printed,
 )
 from .guessed import Guessed
-from .names import is_norm, listed, number
-from .pairs import NUMBER, SYMBOL, as_float
+from .names import is_norm, leaves, listed, number, step_of
+from .pairs import NUMBER, SYMBOL, as_float, wanted
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Skip, flat
 from .source import Source
@@ -477,7 +477,7 @@ def unwrapped(lines: Iterable[str]) -> Iterator[str]:
         if line[:1] == "{" and _WRAPS.search(line):
             try:
                 entry = parse_json(line)
-                inner = [] if any(map(is_norm, entry)) else texts_of(entry)
+                inner = [] if step_of(flat := leaves(entry)) is not None and wanted(flat) else texts_of(entry)
             except ValueError:
                 inner = []
             if inner:

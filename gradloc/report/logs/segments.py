@@ -307,7 +307,10 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
             continue
         if not parts or not parts[-1].takes(step, values, is_folded) or parts[-1].begins_anew(rows[at : at + 2]):
             if parts and is_beside(values):
-                parts[-1].rows[step] = values | parts[-1].rows.get(step, {})
+                if step < next(iter(parts[-1].rows)):  # an evaluation's, by the epoch
+                    parts[-1].add_late(values)
+                else:
+                    parts[-1].rows[step] = values | parts[-1].rows.get(step, {})
                 continue
             parts.append(_Stretch())
         elif step in parts[-1].rows and parts[-1].rows[step].items() >= values.items():

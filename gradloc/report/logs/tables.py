@@ -14,6 +14,7 @@ from zipfile import ZipFile
 from ...explain.text import plural
 from ...record.files import COLUMNS, DOCUMENT, TAGS, VALUES, columns_of_parquet
 from ..errors import ReportError
+from .grammars import HEADED_BY_STEP
 from .lines import TEXTS, read_lines
 from .names import as_step, is_norm, listed, long_columns, number, numbers, step_name, step_of
 from .recording import Recording, gather
@@ -367,6 +368,8 @@ def read_boxes(source: Source) -> list[Recording]:
         )
     made = Recording(source.name, "printed tables", notes=source.notes)
     made.rows = [(step, values) for step, values in found if step is not None]
+    if not made.rows and HEADED_BY_STEP.search(source.text_head):
+        return []  # headlines between the tables may say it
     if not made.rows:
         made.rows = list(enumerate((values for _, values in found if any(map(is_norm, values))), 1))
         made.notes.append(f"The tables of {source.name} do not say their step: it was counted.")

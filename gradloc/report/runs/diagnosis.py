@@ -244,7 +244,7 @@ def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
     if len(steps) < _MIN_NORMS and largest.norm < EARLY * normal:
         norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
         return f"Too short to judge: {plural(len(steps), 'step')}, of norm {norms}; none of them stands out."
-    if largest.norm >= EARLY * normal and any(largest in part and len(part) < 16 for part in judged):
+    if largest.norm >= EARLY / 2 * normal and any(largest in part and len(part) < 16 for part in judged):
         return (
             f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "
             "times the run's median, in a part of the log that is too short to judge."

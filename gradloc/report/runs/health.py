@@ -86,10 +86,14 @@ class RunHealth:
             return f"Finite in all {steps}: {listed(self.metrics, 5)}. No other rule can judge by it."
         if not self.num_unwell:
             return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
+        return f"Step {last.step}, the last: {last.state}. {self.share}"
+
+    @property
+    def share(self) -> str:
+        """Say how many steps were not healthy, and what was the worst."""
         verb = "was" if self.num_unwell == 1 else "were"
-        share = f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy"
         worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
-        return f"Step {last.step}, the last: {last.state}. {share}; {worst}."
+        return f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy; {worst}."
 
     @cached_property
     def findings(self) -> list[Finding]:

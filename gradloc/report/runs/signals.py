@@ -473,20 +473,20 @@ def _risen(metrics: Metrics) -> Sign | None:
     own, _ = loss_of(metrics)
     known = metrics.known(own)
     values = [value for _, value in known]
-    if len(known) <= _AROUND + 2 or not is_supervised(metrics) or min(values) <= 0:
+    if len(known) < _AROUND or not is_supervised(metrics) or min(values) <= 0:
         return None
     smooth = [median(values[max(at - 1, 0) : at + 2]) for at in range(len(values))]  # a lone value is no level
     lowest = [*accumulate(range(len(smooth)), lambda least, at: min(least, at, key=smooth.__getitem__))]
     at = max(range(len(smooth)), key=lambda at: smooth[at] / smooth[lowest[at]])
     was, peak = smooth[lowest[at]], smooth[at]
-    usual = median(abs(b - a) for a, b in pairwise(values))
+    usual, way = median(abs(b - a) for a, b in pairwise(values)), smooth[lowest[at] : at + 1]
     if peak < 1.5 * was or peak - was < 6 * usual or min(median(values[-3:]), values[-1]) < 1.25 * was:
         return None
+    if len(known) <= _AROUND + 2 and (peak < 2 * was or way != sorted(way)):
+        return None  # of so few, only a steady rise
     (since, begin), (step, end) = known[lowest[at]], known[at]
-    sentence = (
-        f"{own} rose from {number(begin, 3)} at step {since} to {number(end, 3)} at step {step}, and is "
-        f"{number(values[-1], 3)} in the last row."
-    )
+    last = "the last" if at == len(known) - 1 else f"and is {number(values[-1], 3)} in the last row"
+    sentence = f"{own} rose from {number(begin, 3)} at step {since} to {number(end, 3)} at step {step}, {last}."
     return Sign("fell", sentence, "Look at the learning rate and the data between these steps.", since)
 
 

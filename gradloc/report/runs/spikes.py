@@ -124,6 +124,8 @@ KINDS = {
     "loss": "a spike of the loss",
 }
 """Kinds of explosions with their titles."""
+UNRECOVERED = {"collapse", "level", "growth", "lost", "end", "zero", "vanish", "height", "fell"}
+"""The kinds with which a run ends as it is not to be."""
 LEVEL = 3.0
 """Multiple of the normal norm above which norms are a new level."""
 LASTING = 8
