@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tap on clipping: which of torch's clip functions a loop called, with which limit, and the norm before it.
+"""Notice how a loop clips its gradient: by which of torch's functions, with which limit, and the norm before it.
 
-Loops import ``clip_grad_norm_`` before a watch is made, so the function itself cannot be replaced. It finds the two
-halves that it is made of by name at each call, and these can: accelerate's, Lightning's and Trainers' clips pass there.
+Loops import ``clip_grad_norm_`` before a watch is made, so that function cannot be replaced. But at each call it looks
+up the two functions that it is made of, and these can be: accelerate's, Lightning's and Trainers' clips call them, too.
 FSDP1 has a method of its own.
 """
 
@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..core.gradients import GradientSpace, squared_norms
 from ..core.sharding import local_shard
 
 _CLIPPED = 1e-3  # relative: norms that a loop's own clip leaves at its limit are this near to each other
-_EVEN = 0.01  # relative: factors on two parameters' gradients that are one factor
+_SAME_FACTOR = 0.01  # relative: factors on two parameters' gradients that count as one factor
 _SUDDEN = 4.0  # times less than usual: as much as the smallest spike
 
 
@@ -121,14 +121,17 @@ class ClipTap:
             given: the norm where no clip was seen, if it is known.
         """
         self.note_writes()
-        self.calls, self.pending, raw, self._raw, self.replaced = self.pending, [], self._raw, None, None
+        self.calls, self.pending = self.pending, []
+        raw, self._raw = self._raw, None
+        self.replaced = None
         if given is not None and not self.calls:
             return given
         covered = {id(param) for call in self.calls for param in call.params}
         is_all = all(id(param) in covered for param in space.params if param.grad is not None)
-        self._sees_all, self._own_limit, self.limit = bool(self.calls) and is_all, None, math.inf
+        self._sees_all = bool(self.calls) and is_all
+        self._own_limit, self.limit = None, math.inf
         if not self._sees_all:
-            return torch.tensor(space.norm() if raw is None else self._norm_without_clips(space, raw))
+            return torch.tensor(space.norm() if raw is None else self._norm_without_calls(space, raw))
         if len(self.calls) == 1 and not self.calls[0].is_by_value:
             self.limit = self.calls[0].limit
         return self._joined([plain(call.norm) for call in self.calls])
@@ -152,32 +155,38 @@ class ClipTap:
         """Return the factor of a loop's own clip; None where none was seen."""
         return None if self._own_limit is None else min(1.0, self._own_limit / (norm + 1e-6))
 
-    def _norm_without_clips(self, space: GradientSpace, raw: torch.Tensor) -> float:
-        """Return the norm, and notice a loop that clips by code of its own. A clip by norm leaves norms at its limit,
-        which those after the backward are not. Another, such as an adaptive one, leaves far less than usual."""
+    def _norm_without_calls(self, space: GradientSpace, raw: torch.Tensor) -> float:
+        """Return the norm before clipping where the loop calls no clip function; notice a clip by code of its own.
+
+        A clip by norm leaves norms at its limit, which those after the backward are not. Another, such as an adaptive
+        one, leaves far less than usual.
+        """
 
         def local() -> torch.Tensor:
             now = _squares(space)
             return torch.stack([torch.zeros_like(raw) if now is None else now.to(raw.device), raw])
 
-        squares = space.reduce(local)
-        now, after_backward = (math.sqrt(float(part.sum())) for part in squares)
-        (last_now, last_ratio), ratio = self._last, now / after_backward if after_backward > 0 else 1.0
-        self._last, usual = (now, ratio), self.usual_ratio or min(ratio, 1.0)
-        shrunk = (squares[0] / squares[1])[squares[1] > 0].sqrt()
-        is_even = bool(shrunk.numel()) and float(shrunk.max()) <= (1 + _EVEN) * float(shrunk.min())
-        if ratio < 1 - _CLIPPED and math.isfinite(now) and is_even:
-            is_near = [abs(now - other) <= _CLIPPED * now for other in (last_now, self._known_limit or 0.0)]
-            was_whole = abs(last_ratio - 1) <= _CLIPPED
-            is_steady = is_near[0] and abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
-            if was_whole or is_steady or is_near[1]:
-                self._own_limit = self._known_limit = self.limit = now
-                return after_backward
-        elif ratio < usual / _SUDDEN and math.isfinite(after_backward):
-            self.replaced = squares[1]
-            return after_backward * usual
+        squares, squares_before = space.reduce(local)
+        norm, norm_before = math.sqrt(float(squares.sum())), math.sqrt(float(squares_before.sum()))
+        ratio = norm / norm_before if norm_before > 0 else 1.0
+        last_norm, last_ratio = self._last
+        self._last = norm, ratio
+        usual = self.usual_ratio or min(ratio, 1.0)
+        factors = (squares / squares_before)[squares_before > 0].sqrt()
+        is_scaled = bool(factors.numel()) and float(factors.max()) <= (1 + _SAME_FACTOR) * float(factors.min())
+        if ratio < 1 - _CLIPPED and math.isfinite(norm) and is_scaled:
+            was_unclipped = abs(last_ratio - 1) <= _CLIPPED
+            is_last_norm = abs(norm - last_norm) <= _CLIPPED * norm
+            has_other_ratio = abs(ratio - last_ratio) > 10 * _CLIPPED * ratio
+            is_at_known_limit = abs(norm - (self._known_limit or 0.0)) <= _CLIPPED * norm
+            if was_unclipped or (is_last_norm and has_other_ratio) or is_at_known_limit:
+                self._own_limit = self._known_limit = self.limit = norm
+                return norm_before
+        elif ratio < usual / _SUDDEN and math.isfinite(norm_before):
+            self.replaced = squares_before
+            return norm_before * usual
         self.usual_ratio = math.sqrt(usual * min(ratio, 1.0)) if ratio > 0 else self.usual_ratio
-        return now
+        return norm
 
     def _joined(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the clips' norms to one: of several on the same parameters the first counts."""
@@ -207,77 +216,72 @@ _taps: "weakref.WeakSet[ClipTap]" = weakref.WeakSet()
 _last_order: list[float] = [2.0]  # of the norm that torch's clip computed last
 
 
-def _note(params: Iterable[Any], make: Callable[[list[Any]], Clip]) -> None:
+def _note(params: Iterable[Any], make_clip: Callable[[list[Any]], Clip]) -> None:
+    """Note a clip of these parameters, before it runs, in the tap of each model that has some of them."""
     params = list(params)
     for tap in list(_taps):
         own = [] if tap.is_off else [param for param in params if tap.owns(param)]
         if own:
             tap.note_writes()
-            tap.pending.append(make(own))
-
-
-def _settle(clipped: Any) -> Any:
-    """Return what a clip returned, after it wrote to gradients."""
-    for tap in list(_taps):
-        if not tap.is_off and tap.pending:
-            tap.note_writes(is_own=True)
-    return clipped
+            tap.pending.append(make_clip(own))
 
 
 def _install() -> None:
-    """Put ours around torch's functions, once in a process. Without a tap they do what they did."""
+    """Replace torch's clip functions by ones that note their calls; without a tap they do as before."""
     if getattr(clip_grad, "_gradloc", False):
         return
     clip_grad._gradloc = True  # type: ignore[attr-defined]
-    total_norm, scale, by_value = (
-        clip_grad._get_total_norm,
-        clip_grad._clip_grads_with_norm_,
-        clip_grad.clip_grad_value_,
-    )
+    get_total_norm = clip_grad._get_total_norm
+    scale = clip_grad._clip_grads_with_norm_
+    by_value = clip_grad.clip_grad_value_
 
-    def seen(
+    def clip_again(clip: Callable[[list[Any], Any], Any], params: list[Any], order: float) -> Any:
+        norm = get_total_norm([param.grad for param in params if param.grad is not None], order)
+        clip(params, norm)
+        return norm
+
+    def clip_and_note(
         clip: Callable[[list[Any], Any], Any], parameters: Any, limit: float, norm: Any = None, order: float = 2.0
     ) -> Any:
-        """Clip, and note it: by the norm of this order, or without a norm by value."""
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        """Clip by the norm of this order, or without a norm by value, and note the call."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
-        def made(own: list[Any]) -> Clip:
-            def again() -> Any:
-                found = total_norm([param.grad for param in own if param.grad is not None], order)
-                clip(own, found)
-                return found
+        def make_clip(own: list[Any]) -> Clip:
+            is_l2 = norm is not None and order == 2.0
+            l2_norm = norm if is_l2 else get_total_norm([param.grad for param in own])
+            return Clip(own, float(limit), l2_norm, partial(clip_again, clip, own, order), is_by_value=norm is None)
 
-            is_known = norm is not None and order == 2.0
-            size = norm if is_known else total_norm([param.grad for param in own])
-            return Clip(own, float(limit), size, again, is_by_value=norm is None)
+        _note(params, make_clip)
+        clipped = clip(params, norm)
+        for tap in list(_taps):
+            if not tap.is_off and tap.pending:
+                tap.note_writes(is_own=True)
+        return clipped
 
-        _note(listed, made)
-        return _settle(clip(listed, norm))
-
-    @wraps(total_norm)
-    def seen_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **given: Any) -> Any:
+    @wraps(get_total_norm)
+    def noted_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         _last_order[0] = float(norm_type)
-        return total_norm(tensors, norm_type, *args, **given)
+        return get_total_norm(tensors, norm_type, *args, **kwargs)
 
     @wraps(scale)
-    def seen_scale(parameters: Any, max_norm: float, norm: Any, *args: Any, **given: Any) -> Any:
-        def clip(params: list[Any], found: Any) -> Any:
-            return scale(params, max_norm, found, *args, **given)
+    def noted_scale(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        def clip(params: list[Any], norm: Any) -> Any:
+            return scale(params, max_norm, norm, *args, **kwargs)
 
-        return seen(clip, parameters, max_norm, norm, _last_order[0])
+        return clip_and_note(clip, parameters, max_norm, total_norm, _last_order[0])
 
     @wraps(by_value)
-    def seen_by_value(parameters: Any, clip_value: float, *args: Any, **given: Any) -> Any:
+    def noted_by_value(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
         def clip(params: list[Any], _: Any) -> Any:
-            return by_value(params, clip_value, *args, **given)
+            return by_value(params, clip_value, *args, **kwargs)
 
-        return seen(clip, parameters, clip_value)
+        return clip_and_note(clip, parameters, clip_value)
 
-    for place in (clip_grad, torch.nn.utils):
-        for ours in (seen_total_norm, seen_scale, seen_by_value):
-            for name in (ours.__name__, ours.__name__.lstrip("_")):
-                if hasattr(place, name):
-                    setattr(place, name, ours)
+    for module in (clip_grad, torch.nn.utils):
+        for ours in (noted_total_norm, noted_scale, noted_by_value):
+            for name in (ours.__name__, ours.__name__.lstrip("_")):  # torch has some with and without the underscore
+                if hasattr(module, name):
+                    setattr(module, name, ours)
 
     fsdp1_clip = FSDP1.clip_grad_norm_
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gradloc
+from gradloc.watch.clips import ClipTap
 from tests.toy_model.model import build
 from tests.watch import kinds
 from tests.watch.any_loss import Clipped, Loop, log_probs
@@ -62,6 +63,17 @@ class ByHand(Long):
 @pytest.mark.parametrize("kind", [pytest.param(Long, marks=pytest.mark.slow), ByHand])
 def test_a_norm_that_the_loop_clips_is_seen(kind, tmp_path):
     check(*watched(kind, tmp_path, trigger={"warmup": 8, "window": 16}))
+
+
+def test_torch_s_clip_by_a_known_norm_is_seen_with_the_norm_given_by_name():
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    norm = torch.nn.utils.get_total_norm([model.weight.grad])
+    tap = ClipTap(lambda param: param is model.weight)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm=1.0, total_norm=norm)
+    tap.close()
+    (clip,) = tap.pending
+    assert (clip.limit, clip.norm) == (1.0, 5.0) and model.weight.grad.norm() == pytest.approx(1.0, abs=1e-6)
 
 
 # ---- parts of the loss that pass through no hidden state
