@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that a model's output has, and that all of its gradient passes through, as autograd's graph says."""
+"""Find the tensors of a model that all of its output's gradient passes through, from autograd's graph."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-def passing_by(output: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.nn.Parameter]:
+def params_past(output: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.nn.Parameter]:
     """Yield the trained parameters that some path from ``output`` reaches without passing through ``hidden``.
 
     Nothing is computed: only the nodes of the graph are visited, those behind ``hidden`` excepted.
@@ -18,7 +19,7 @@ def passing_by(output: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.nn.
         node = waiting.pop()
         if node is None or node in visited:
             continue
-        visited.add(node)  # which also keeps it alive, and its identity with it
+        visited.add(node)  # this also keeps the node alive: Python could give a new one the same identity
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf
@@ -34,40 +35,43 @@ def last_hidden(
         output: of the model, with a graph.
         calls: linear layers in the order of their calls, each with its input and its output.
     """
-    for module, given, _ in reversed(calls):
+    for module, hidden, _ in reversed(calls):
         own = {id(param) for param in module.parameters()}
-        if given.requires_grad and all(id(param) in own for param in passing_by(output, given)):
-            return given
+        if hidden.requires_grad and all(id(param) in own for param in params_past(output, hidden)):
+            return hidden
     return None
 
 
-def last_part(
+def last_before_matrix(
     output: torch.Tensor, calls: Sequence[tuple[torch.nn.Module, torch.Tensor]]
 ) -> tuple[torch.nn.Module, torch.Tensor, torch.nn.Parameter] | None:
-    """Return the last module whose output (..., H) all of the output's gradient passes through but one matrix's (V, H),
-    with its output and that matrix: a head that is no call of a module. None without one.
+    """Find a head that is a matrix (V, H) and no module's call; return the module before it, its output, the matrix.
+
+    All of the model's gradient, except for the matrix's and vectors', passes through that module's output (..., H).
 
     Args:
         output: of the model, with a graph.
         calls: modules in the order of their calls, each with its output.
+
+    Returns:
+        The last such module that was called once; None without one.
     """
-    once = [module for module, _ in calls]
-    for module, given in reversed(calls):
-        matrices: list[torch.nn.Parameter] = []
-        for param in passing_by(output, given):
-            matrices += [param] if param.dim() > 1 else []
-            if len(matrices) > 1:
-                break
-        if len(matrices) == 1 and matrices[0].shape[1:] == given.shape[-1:] and once.count(module) == 1:
-            return module, given, matrices[0]
+    modules = [module for module, _ in calls]
+    for module, hidden in reversed(calls):
+        matrices = list(islice((param for param in params_past(output, hidden) if param.dim() > 1), 2))
+        if len(matrices) == 1 and matrices[0].shape[1:] == hidden.shape[-1:] and modules.count(module) == 1:
+            return module, hidden, matrices[0]
     return None
 
 
 def side_outputs(leaves: Sequence[torch.Tensor], hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> list[int]:
-    """Return the places of the tensors whose gradient reaches parameters, other than the heads', past ``hidden``."""
+    """Return the indices of the tensors whose gradient reaches parameters past ``hidden``, the heads' apart."""
     own = {id(param) for head in heads for param in head.parameters()}
-    graphs = [(place, leaf) for place, leaf in enumerate(leaves) if leaf.grad_fn is not None]
-    return [place for place, leaf in graphs if any(id(param) not in own for param in passing_by(leaf, hidden))]
+    found = []
+    for index, leaf in enumerate(leaves):
+        if leaf.grad_fn is not None and any(id(param) not in own for param in params_past(leaf, hidden)):
+            found.append(index)
+    return found
 
 
 def has_channels_first(output: torch.Tensor) -> bool:
@@ -93,10 +97,12 @@ def replace_hidden(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> An
     return output if other is hidden else tree_map(lambda leaf: other if leaf is hidden else leaf, output)
 
 
-def is_view(given: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Return whether ``given`` holds rows of the hidden state itself, such as a slice of its positions."""
-    if given is hidden:
+def is_view(tensor: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Return whether a tensor holds rows of the hidden state itself, such as a slice of its positions."""
+    if tensor is hidden:
         return True
-    is_same = given.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr()
-    is_known = hidden.is_contiguous() or (hidden.dim() == 3 and given.shape == hidden.transpose(0, 1).shape)
-    return is_same and given.shape[-1:] == hidden.shape[-1:] and is_known and given.stride(-1) == 1
+    if tensor.untyped_storage().data_ptr() != hidden.untyped_storage().data_ptr():
+        return False
+    is_transposed = hidden.dim() == 3 and tensor.shape == hidden.transpose(0, 1).shape
+    has_whole_rows = tensor.shape[-1:] == hidden.shape[-1:] and (hidden.is_contiguous() or is_transposed)
+    return has_whole_rows and tensor.stride(-1) == 1

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from .models import innermost
 from .outputs import has_rows_mixed
-from .paths import has_channels_first, hidden_in, is_view, last_hidden, last_part, num_differentiable
+from .paths import has_channels_first, hidden_in, is_view, last_before_matrix, last_hidden, num_differentiable
 
 
 class Choice(NamedTuple):
@@ -68,8 +68,9 @@ class UnknownModel:
             if self.part_calls is None:
                 self.part_calls = []
                 return None
-            if (part := last_part(found, self.part_calls)) is not None:
-                body, hidden, weight = part
+            headless = last_before_matrix(found, self.part_calls)
+            if headless is not None:
+                body, hidden, weight = headless
                 return Choice(hidden, body, weight)
             if count > 1:
                 return Choice(None)
