@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-_PART = 2**24  # logits in float32 at a time: 64 MiB
+_CHUNK = 2**24  # logits in float32 at a time: 64 MiB
 
 
 def token_log_probs(logits: torch.Tensor, ids: torch.Tensor, entropy: bool = False) -> Any:
@@ -35,55 +35,57 @@ def token_log_probs(logits: torch.Tensor, ids: torch.Tensor, entropy: bool = Fal
     return (log_probs, entropies) if entropy else log_probs
 
 
-def _parts(*tensors: torch.Tensor) -> Any:
-    """Yield the tensors' rows in chunks of about ``_PART`` logits; the first tensor has V columns."""
-    return zip(*(tensor.split(max(_PART // tensors[0].shape[1], 1)) for tensor in tensors), strict=True)
+def _in_chunks(*tensors: torch.Tensor) -> Any:
+    """Yield the tensors' rows in chunks of about ``_CHUNK`` logits; the first tensor has V columns."""
+    return zip(*(tensor.split(max(_CHUNK // tensors[0].shape[1], 1)) for tensor in tensors), strict=True)
 
 
-def _joined(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """Return a tensor of its own, no view: a loop may write into it."""
-    found = parts[0].new_empty(shape)
-    torch.cat(parts, out=found.view(-1))
+def _concatenated(chunks: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """Join chunks to a tensor that is no view, so that a loop may write into it."""
+    found = chunks[0].new_empty(shape)
+    torch.cat(chunks, out=found.view(-1))
     return found
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Saves the logits in their own precision, and two numbers of each position."""
+    """Saves the logits z in their own precision, and log sum exp z and the entropy H of each position."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, has_entropy: bool) -> Any:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        rows, chosen = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1, 1)
-        found, totals, entropies = [], [], []
-        for part, labels in _parts(rows, chosen):
-            part = part.to(wide)
-            total = part.logsumexp(-1)
-            own = part.gather(-1, labels.clamp(min=0)).squeeze(-1) - total
-            found.append(torch.where(labels.squeeze(-1) < 0, 0.0, own))
-            totals.append(total)
+        rows, labels = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1, 1)
+        log_probs, log_sums, entropies = [], [], []
+        for z, label in _in_chunks(rows, labels):
+            z = z.to(wide)
+            log_sum = z.logsumexp(-1)
+            log_prob = z.gather(-1, label.clamp(min=0)).squeeze(-1) - log_sum
+            log_probs.append(torch.where(label.squeeze(-1) < 0, 0.0, log_prob))
+            log_sums.append(log_sum)
             if has_entropy:
-                entropies.append(total - (part.softmax(-1) * part).sum(-1))
-        total = torch.cat(totals)
-        entropy = torch.cat(entropies) if has_entropy else total.new_zeros(0)
-        ctx.save_for_backward(rows, chosen, total, entropy)
+                entropies.append(log_sum - (z.softmax(-1) * z).sum(-1))
+        all_log_sums = torch.cat(log_sums)
+        entropy = torch.cat(entropies) if has_entropy else all_log_sums.new_zeros(0)
+        ctx.save_for_backward(rows, labels, all_log_sums, entropy)
         ctx.shape = logits.shape
-        return _joined(found, ids.shape), _joined(entropies, ids.shape) if has_entropy else entropy
+        log_prob = _concatenated(log_probs, ids.shape)
+        return log_prob, _concatenated(entropies, ids.shape) if has_entropy else entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, entropy_grad: torch.Tensor) -> Any:
-        rows, chosen, total, entropy = ctx.saved_tensors
+        rows, labels, log_sums, entropy = ctx.saved_tensors
         has_entropy = entropy.numel() == len(rows) and len(rows) > 0
-        grad = torch.where(chosen.squeeze(-1) < 0, 0.0, grad.reshape(-1))
-        out = torch.empty_like(rows)
-        each = [rows, chosen, total.unsqueeze(-1), grad.unsqueeze(-1), out]
+        grad = torch.where(labels.squeeze(-1) < 0, 0.0, grad.reshape(-1))
+        found = torch.empty_like(rows)
+        columns = [rows, labels, log_sums.unsqueeze(-1), grad.unsqueeze(-1), found]
         if has_entropy:
-            each += [entropy.unsqueeze(-1), entropy_grad.reshape(-1, 1)]
-        for part, labels, totals, pull, into, *more in _parts(*each):
-            log_probs = part.to(total.dtype) - totals
-            found = log_probs.exp().mul_(-pull)
-            if more:
-                found -= log_probs.exp() * (log_probs + more[0]) * more[1]
-            found.scatter_add_(-1, labels.clamp(min=0), pull.to(found.dtype))
-            into.copy_(found)
-        return out.view(ctx.shape), None, None
+            columns += [entropy.unsqueeze(-1), entropy_grad.reshape(-1, 1)]
+        for z, label, log_sum, d_log_prob, out, *entropy_columns in _in_chunks(*columns):
+            log_p = z.to(log_sums.dtype) - log_sum
+            d_z = log_p.exp().mul_(-d_log_prob)  # d log_prob / dz = 1 at the label - p
+            if entropy_columns:  # dH / dz = -p (log p + H)
+                h, d_h = entropy_columns
+                d_z -= log_p.exp() * (log_p + h) * d_h
+            d_z.scatter_add_(-1, label.clamp(min=0), d_log_prob.to(d_z.dtype))
+            out.copy_(d_z)
+        return found.view(ctx.shape), None, None

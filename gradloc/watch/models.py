@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model says that its body and its head are, inside of the wrappers that a loop puts around it."""
+"""Find a model's body and head, inside of the wrappers that a loop puts around it."""
 
 from typing import Any
 
@@ -41,29 +41,35 @@ def find_body_and_head(
     if is_sequence_first(model):
         return model.get_submodule("decoder"), model.get_submodule("output_layer")
     model = _transformers_model_in(model)
-    plain: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's around it
-    asked = getattr(plain, "get_output_embeddings", None)
-    if asked is None:
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # inside of PEFT's
+    if getattr(base, "get_output_embeddings", None) is None:
         return None, None
+    body = getattr(base, "base_model", None)
+    body = innermost(body) if isinstance(body, torch.nn.Module) else None
+    head = _find_head(base, body)
+    if body is base:
+        is_trained_alone = head is None and hasattr(base, "config")
+        return body if is_trained_alone else None, head
+    has_head_inside = body is not None and head in set(body.modules())
+    return None if has_head_inside else body, head
+
+
+def _find_head(base: Any, body: torch.nn.Module | None) -> torch.nn.Module | None:
+    """Return the head that a transformers model declares, else its only linear layer outside of the body."""
     try:
-        head = asked()
+        head = base.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         head = None
-    head = head or next((getattr(plain, name) for name in ("score", "classifier") if hasattr(plain, name)), None)
-    body = getattr(plain, "base_model", None)
-    body = innermost(body) if isinstance(body, torch.nn.Module) else None
-    if head is None and body is not None:
-        behind = set(plain.modules()) - set(body.modules())
-        linear = [part for part in plain.modules() if part in behind and isinstance(part, torch.nn.Linear)]
-        head = linear[0] if len(linear) == 1 else None
-    if body is plain and head is None and hasattr(plain, "config"):  # a body that is trained without a head
-        return body, None
-    is_body = body is not None and body is not plain and (head is None or head not in set(body.modules()))
-    return body if is_body else None, head
+    head = head or next((getattr(base, name) for name in ("score", "classifier") if hasattr(base, name)), None)
+    if head is not None or body is None:
+        return head
+    outside = set(base.modules()) - set(body.modules())
+    linear = [module for module in base.modules() if module in outside and isinstance(module, torch.nn.Linear)]
+    return linear[0] if len(linear) == 1 else None
 
 
 def is_sequence_first(model: torch.nn.Module) -> bool:
-    """Return whether this is a language model of Megatron's, whose hidden states are (T, B, H)."""
+    """Return whether the model's hidden states are (T, B, H), as those of Megatron's language models are."""
     is_megatron = any(kind.__module__.startswith("megatron.core.") for kind in type(model).__mro__)
     return is_megatron and hasattr(model, "decoder") and hasattr(model, "output_layer")
 
@@ -71,9 +77,9 @@ def is_sequence_first(model: torch.nn.Module) -> bool:
 def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the parts that a loop may call in place of the model: the transformers model inside, its only trained
     child, or all trained children of a container without a forward."""
-    found = _transformers_model_in(model)
-    if found is not model:
-        return [found]
+    inner = _transformers_model_in(model)
+    if inner is not model:
+        return [inner]
     if any(param.requires_grad for param in model.parameters(recurse=False)):
         return []
     trained = [part for part in model.children() if any(param.requires_grad for param in part.parameters())]
@@ -84,7 +90,7 @@ def trained_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _transformers_model_in(model: torch.nn.Module) -> torch.nn.Module:
     """Return the one transformers model inside of the user's module, such as Lightning's; else the module."""
     found = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
-    is_one = bool(found) and set(found) <= set(found[0].modules())
+    is_one = bool(found) and set(found) <= set(found[0].modules())  # the others are its own parts
     return found[0] if is_one else model
 
 

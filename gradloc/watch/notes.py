@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional calls by which a loop says more: its last forward's tokens, rows, log-probs, advantages; Lopti's stages.
+"""Take what a loop says about its last forward: tokens, rows, log-probs, advantages; and which stage of Lopti it is in.
 
 Shapes: B rows of a micro-batch, T positions.
 """
@@ -19,12 +19,12 @@ from .taps import ModelTap
 
 
 class Notes:
-    """The methods of a watch by which a loop says more."""
+    """Methods of a watch that a loop may call to have more in its events, or to train in Lopti's stages."""
 
     tap: ModelTap
     localizer: Any
     stage_name: str
-    """The name of Lopti's stage that the present step is of; empty for an ordinary step."""
+    """The present step's stage of Lopti, ``low`` or ``high``; empty for an ordinary step."""
     _next_number: int | None
 
     def note(
@@ -58,12 +58,13 @@ class Notes:
         """
         if self.localizer is None:
             return
-        self._next_number = self._next_number if step is None else int(step)
+        if step is not None:
+            self._next_number = int(step)
         last = self.tap.forwards[-1] if self.tap.forwards else None
-        given = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights, "rewards": rewards}
-        known = checked(None if last is None else last.size, mask, ids, rows, given)
+        tensors = {"old_log_probs": old_log_probs, "advantages": advantages, "weights": weights, "rewards": rewards}
+        noted = checked_notes(None if last is None else last.size, mask, ids, rows, tensors)
         if last is not None and torch.is_grad_enabled():
-            last.known |= known | {"tensors": last.known.get("tensors", {}) | known.get("tensors", {})}
+            last.known |= noted | {"tensors": last.known.get("tensors", {}) | noted.get("tensors", {})}
             if log_probs is not None and log_probs.requires_grad:
                 log_probs.register_hook(partial(last.add, "coefficient"))
 
@@ -99,24 +100,24 @@ class Notes:
             return forward()
         for name, value in (("mask", mask), ("ids", ids)):
             require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor (B, T)", type(value).__name__)
-        before = self.tap.num_seen
-        given = forward()
-        outputs = outputs_of(given)
+        num_before = self.tap.num_seen
+        returned = forward()
+        outputs = outputs_of(returned)
         self.note(mask=mask, ids=ids, rows=rows, log_probs=outputs.log_prob, **known)
         check_outputs(outputs, mask, entropy)
-        if self.tap.num_seen > before and outputs.auxiliary is not None and outputs.auxiliary.requires_grad:
+        if self.tap.num_seen > num_before and outputs.auxiliary is not None and outputs.auxiliary.requires_grad:
             last = self.tap.forwards[-1]
             last.again = frozen(forward)
             outputs.auxiliary.register_hook(partial(last.add, "declared_auxiliary"))
-        return given
+        return returned
 
     @contextmanager
     def stage(self, name: str, old_log_probs: torch.Tensor, eta: float = 0.5) -> Iterator[None]:
-        """Around a micro-batch's forward and backward: one of Lopti's two stages (arXiv 2505.12929).
+        """Run a micro-batch's forward and backward in one of Lopti's two stages (arXiv 2505.12929).
 
         The loop makes two optimizer steps of its batch, one in each stage. In the backward only the stage's tokens have
         a gradient, whatever the loss: its value and its denominators stay, so at the same weights the gradients of both
-        stages add up to the ordinary one. What passes through no token is in both.
+        stages add up to the ordinary one. A gradient that passes through no token is in both.
 
         Args:
             name: ``low``: the tokens with a probability under ``eta``; ``high``: all others.
@@ -130,34 +131,34 @@ class Notes:
         require(name in ("low", "high"), "Watch.stage's name", "low or high", name)
         require(0 < eta < 1, "Watch.stage's eta", "a number between 0 and 1", eta)
         require(self.localizer is not None, "Watch's action", 'another than "off" in a stage', "off")
-        stage, self.stage_name = StageTokens(old_log_probs.detach().exp() < eta, name == "low"), name
-        self.tap.stage = stage
+        stage = StageTokens(old_log_probs.detach().exp() < eta, name == "low")
+        self.tap.stage, self.stage_name = stage, name
         try:
             yield
         finally:
             self.tap.stage = None
-        made = [each for each in self.tap.forwards if each.stage is stage]
-        is_inlined = self.tap.has_trained_head and any(not each.head_calls for each in made)
-        if not made or is_inlined or self.tap.has_failed or not all(each.is_done for each in made):
-            why = "the head's weight is used without a call of the head" if is_inlined else "no gradient passed by"
+        forwards = [each for each in self.tap.forwards if each.stage is stage]
+        is_head_inlined = self.tap.has_trained_head and any(not each.head_calls for each in forwards)
+        if not forwards or is_head_inlined or self.tap.has_failed or not all(each.is_done for each in forwards):
+            why = "the head's weight is used without a call of the head" if is_head_inlined else "no gradient passed by"
             raise RuntimeError(f"Watch.stage: the {name} stage was not kept to ({why}); take no step of this gradient")
 
 
-def checked(
+def checked_notes(
     size: tuple[int, ...] | None,
     mask: torch.Tensor | None,
     ids: torch.Tensor | None,
     rows: Sequence[Any] | None,
-    given: Mapping[str, torch.Tensor | None],
+    tensors: Mapping[str, torch.Tensor | None],
 ) -> dict[str, Any]:
-    """Return what is known of a forward: ``mask`` and ``ids`` (B, T), ``rows``, and ``tensors`` (B, T) by name.
+    """Check what a loop noted, and return it: ``mask`` and ``ids`` (B, T), ``rows``, and ``tensors`` (B, T) by name.
 
     Args:
         size: B and T of the forward where no mask is given; None: there is no forward.
         mask: (B, T), or None.
         ids: (B, T), or None.
         rows: B names, or None.
-        given: (B, T) or (B,) by name, or None; ``rewards`` are (B,).
+        tensors: (B, T) or (B,) by name, or None; ``rewards`` are (B,).
 
     Raises:
         ValueError: one sentence, where shapes do not fit.
@@ -167,7 +168,7 @@ def checked(
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         require(is_matrix, f"Watch's {name}", "a tensor (B, T)", found)
     require((mask is None) == (ids is None), "Watch's mask and ids", "given together", "one of them")
-    known: dict[str, Any] = {}
+    noted: dict[str, Any] = {}
     if mask is not None and ids is not None:
         size = tuple(mask.shape)
         if ids.shape != mask.shape:
@@ -175,22 +176,22 @@ def checked(
                 f"Watch: the ids have shape {tuple(ids.shape)}, the mask {size}: give all of the tokens that the "
                 "positions predict, such as ids[:, 1:] for next-token log-probs."
             )
-        known |= {"mask": mask.detach().bool(), "ids": ids.detach()}
+        noted |= {"mask": mask.detach().bool(), "ids": ids.detach()}
     if size is None:
-        return known
+        return noted
     if rows is not None:
-        known["rows"] = [*rows]
-        if len(known["rows"]) != size[0]:
-            raise ValueError(f"Watch: rows has {len(known['rows'])} names for {size[0]} rows.")
-    known["tensors"] = {name: _wide(name, value, size) for name, value in given.items() if value is not None}
-    rewards = known["tensors"].pop("rewards", None)
+        noted["rows"] = list(rows)
+        if len(noted["rows"]) != size[0]:
+            raise ValueError(f"Watch: rows has {len(noted['rows'])} names for {size[0]} rows.")
+    noted["tensors"] = {name: _expanded(name, value, size) for name, value in tensors.items() if value is not None}
+    rewards = noted["tensors"].pop("rewards", None)
     if rewards is not None:
         zeros = torch.zeros(size, device=rewards.device)
-        known["tensors"]["token_level_scores"] = at_first(rewards[:, 0], zeros)
-    return known
+        noted["tensors"]["token_level_scores"] = at_first(rewards[:, 0], zeros)
+    return noted
 
 
-def _wide(name: str, value: Any, size: tuple[int, ...]) -> torch.Tensor:
+def _expanded(name: str, value: Any, size: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor (B, T) or (B,) expanded to (B, T)."""
     require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor", type(value).__name__)
     value = value.detach().view(-1) if name == "rewards" else value.detach()

@@ -454,7 +454,7 @@ def test_a_step_after_our_clip_is_not_looked_into_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_log_probs_in_pieces_are_those_of_the_whole(monkeypatch, dtype):
-    monkeypatch.setattr("gradloc.watch.log_probs._PART", 3 * 11)  # three positions at a time
+    monkeypatch.setattr("gradloc.watch.log_probs._CHUNK", 3 * 11)  # three positions at a time
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 5, 11, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     ids = torch.randint(11, (4, 5), generator=generator)
