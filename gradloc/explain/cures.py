@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cures: settings that would have prevented a spike, and how events describe them (docs/cures.md).
+"""Describe cures in events: settings that would have prevented a spike (docs/cures.md).
 
-Their lines are in the table of actions, the causes that each is for in the table of causes.
+The table of actions has the line of each cure, the table of causes the cures of each cause.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from .advice import ACTIONS, Option, is_trl, options_of, parsed
 from .causes import cause_info
 from .numbers import bounded, number, percent
 
-_BLOCKS = ("actor_rollout_ref.actor.", "critic.", "distillation.")
+_LOSS_BLOCKS = ("actor_rollout_ref.actor.", "critic.", "distillation.")
 """Blocks of verl's config with the settings of a loss."""
 OF_MASK = ("veto", "drop_sequences")
 """Cures that take tokens out of the loss."""
 OF_BATCH = ("truncate", "clip_tokens", "clip_sequences", "weigh_tokens", "divide", "mean_only", "reweight", *OF_MASK)
 """Cures that change the batch's tensors; only the loss reads the others."""
-OF_BATCH_IN_TRL = ("truncate", "divide", "mean_only")
-"""The settings that can be measured on TRL's batch."""
+_MEASURED_ON_TRL = ("truncate", "divide", "mean_only")
+"""Those of :data:`OF_BATCH` that can be measured on TRL's batch."""
 MILDEST_FIRST = (
     *("clip_ratios", "dual_clip", "truncate", "clip_tokens", "clip_sequences", "divide", "mean_only", "kl_low_var"),
     *("kl_mse", "less_kl", "no_entropy", "bound_value", "clamp_teacher", "off_policy_mask", "reweight"),
@@ -35,7 +35,7 @@ def loss_settings(option: Option) -> dict[str, Any]:
     """
     found = {}
     for name, value in option.settings.items():
-        for block in _BLOCKS:
+        for block in _LOSS_BLOCKS:
             name = name.removeprefix(block)
         found[name] = parsed(value)
     return found
@@ -43,9 +43,11 @@ def loss_settings(option: Option) -> dict[str, Any]:
 
 def cures_for(event: Event) -> tuple[Cured, ...] | None:
     """Return an event's cures that were measured or that are for one of its causes; None where none was tried."""
-    labels = {culprit.cause.label for culprit in event.culprits} | {event.cause.label if event.cause else ""}
-    meant = {name for label in labels for name in cause_info(label).cures}
-    return None if event.cures is None else tuple(c for c in event.cures if c.forwards or c.name in meant)
+    if event.cures is None:
+        return None
+    labels = {culprit.cause.label for culprit in event.culprits} | {event.cause.label if event.cause else "unknown"}
+    for_causes = {name for label in labels for name in cause_info(label).cures}
+    return tuple(cured for cured in event.cures if cured.forwards or cured.name in for_causes)
 
 
 def healer(event: Event) -> Cured | None:
@@ -61,13 +63,13 @@ def how_healed(event: Event, cured: Cured) -> str:
     return f"On this step: {before} → {after}, threshold {number(event.trigger.threshold, 3)}.{kept}{changed}"
 
 
-def tried(event: Event) -> list[str]:
+def failed_cures(event: Event) -> list[str]:
     """Return a sentence for each cure that was tried and does not heal the step."""
     return [_outcome(cured) for cured in event.cures or () if cured.verdict != "healed"]
 
 
 def cure_text(cured: Cured) -> str:
-    """Return a cure's sentence; its line where this version has no such cure."""
+    """Return what to do, in this version's words; the event's own line where this version has no such cure."""
     return ACTIONS[cured.name].do if cured.name in ACTIONS else cured.line
 
 
@@ -84,4 +86,5 @@ def _outcome(cured: Cured) -> str:
 
 def is_measured(name: str, trainer: str) -> bool:
     """Return whether a cure is measured on a trainer such as ``verl 0.9``."""
-    return bool(options_of(name, trainer)) and (not is_trl(trainer) or name in OF_BATCH_IN_TRL or name not in OF_BATCH)
+    can_change = not is_trl(trainer) or name in _MEASURED_ON_TRL or name not in OF_BATCH
+    return bool(options_of(name, trainer)) and can_change

@@ -16,7 +16,7 @@ from .alerts import post, run_command
 from .background import Background, error_text
 from .config import NotifyConfig
 from .lines import announcement, not_written, opening_command
-from .trackers import ALERTS, FORMS, later_of, upload_folder
+from .trackers import ALERTS, SENDERS, slow_sender, upload_folder
 
 _GRACE_S = 2.0
 """Seconds beyond ``notify.timeout_s`` for a job that timed out to write its line in the log."""
@@ -86,14 +86,14 @@ class Notifier:
 
     def _log_to(self, name: str, client: Any, written: Written, step: int) -> None:
         events = [event for event, _ in written]
-        later = later_of(name, self._uploads)
-        if later is not None:
-            self._slow_trackers.submit(f"the message to {name}", partial(later, events))
+        send_slowly = slow_sender(name, self._uploads)
+        if send_slowly is not None:
+            self._slow_trackers.submit(f"the message to {name}", partial(send_slowly, events))
         if name in ("wandb", "vemlp_wandb") and self._uploads:
             for folder in (self._folder(event) for event, why in written if not why):
                 self._slow_trackers.submit(f"the upload to {name}", partial(upload_folder, client, folder))
-        if name in FORMS:
-            FORMS[name](client, events, step)
+        if name in SENDERS:
+            SENDERS[name](client, events, step)
 
     def _alert(self, written: Written) -> None:
         """Alert about the first event, unless the last alert was too recent; the next one counts those left out."""

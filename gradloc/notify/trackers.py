@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends verdicts to each of verl's trackers through the client that verl's ``Tracking`` has opened.
+"""Send verdicts to each of verl's trackers through the client that verl's ``Tracking`` has opened.
 
 ``rl_insight`` takes numbers only: like every tracker it gets the ``gradloc/*`` metrics, and no verdict.
 """
@@ -41,7 +41,6 @@ def _swanlab(client: Any, events: list[Event], step: int) -> None:
 
 def _clearml(client: Any, events: list[Event], step: int) -> None:
     import clearml
-    import pandas as pd
 
     task = clearml.Task.current_task()
     if task is None:
@@ -49,15 +48,12 @@ def _clearml(client: Any, events: list[Event], step: int) -> None:
     reporter = task.get_logger()
     for event in events:
         reporter.report_text(f"gradloc: {_verdict(event)}")
-    table = pd.DataFrame(table_rows(events), columns=list(COLUMNS))
-    reporter.report_table(title="gradloc", series="culprits", iteration=step, table_plot=table)
+    reporter.report_table(title="gradloc", series="culprits", iteration=step, table_plot=_data_frame(events))
 
 
 def _trackio(client: Any, events: list[Event], step: int) -> None:
-    import pandas as pd
-
     trackio = _trackio_module(client)
-    table = trackio.Table(dataframe=pd.DataFrame(table_rows(events), columns=list(COLUMNS)))
+    table = trackio.Table(dataframe=_data_frame(events))
     text = trackio.Markdown("\n\n".join(_escape_markdown(_verdict(event)) for event in events))
     trackio.log(_by_model(events, text, table), step=step)
 
@@ -67,7 +63,7 @@ def _file(client: Any, events: list[Event], step: int) -> None:
     client.log({_VERDICT: [_verdict(event) for event in events], _CULPRITS: culprits}, step)
 
 
-FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
+SENDERS: dict[str, Callable[[Any, list[Event], int], None]] = {
     "wandb": _wandb,
     "vemlp_wandb": _wandb,
     "tensorboard": _tensorboard,
@@ -82,10 +78,11 @@ FORMS: dict[str, Callable[[Any, list[Event], int], None]] = {
 # ---- slow uploads, from another thread
 
 
-def later_of(name: str, uploads: bool) -> Callable[[list[Event]], None] | None:
-    """Return what uploads an event's files to a tracker from another thread. Call it on the run's own thread.
+def slow_sender(name: str, uploads: bool) -> Callable[[list[Event]], None] | None:
+    """Return a function that sends events to a tracker too slowly for the trainer's thread; None if none is needed.
 
-    MLflow sends each artifact in a request of its own, and its fluent functions know only the run of their thread.
+    Call it on the run's own thread. MLflow sends each artifact in a request of its own, and its fluent functions know
+    only the run of their thread.
 
     Args:
         name: the tracker's.
@@ -104,8 +101,9 @@ def _mlflow(client: Any, run_id: str, events: list[Event], uploads: bool) -> Non
         client.log_text(run_id, _verdict(event), f"gradloc/{event.event_id}/verdict.txt")
         if uploads:
             client.log_dict(run_id, plain(event), f"gradloc/{event.event_id}/event.json")
-    columns = dict(zip(COLUMNS, map(list, zip(*table_rows(events), strict=True)), strict=False))
-    if columns:
+    rows = table_rows(events)
+    if rows:
+        columns = {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
         client.log_table(run_id, columns, "gradloc/culprits.json")
 
 
@@ -139,8 +137,15 @@ def _trackio_module(client: Any) -> Any:
     return getattr(client, "trackio", client)
 
 
+def _data_frame(events: list[Event]) -> Any:
+    """Return the table of the events' culprits, one row each."""
+    import pandas as pd
+
+    return pd.DataFrame(table_rows(events), columns=list(COLUMNS))
+
+
 def _by_model(events: list[Event], verdict: Any, culprits: Any) -> dict[str, Any]:
-    """Name both entries by model, since a tracker joins a step's entries: a critic's are ``gradloc/critic_*``."""
+    """Name both entries by model, for a tracker joins all entries of a step: a critic's are ``gradloc/critic_*``."""
     prefix = "gradloc/critic_" if events[0].model == "critic" else "gradloc/"
     return {f"{prefix}verdict": verdict, f"{prefix}culprits": culprits}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what made a run: versions, commit, a digest of the settings. Standard library only."""
+"""Find what made a run: versions, commit, a digest of the settings. Imports the standard library only."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ from typing import Any
 from .. import __version__
 from . import Run
 
-_DIGITS = 12
-_GIT_S = 5.0
+_NUM_DIGITS = 12
+_GIT_TIMEOUT_S = 5.0
 
 
-def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
-    """Add versions, commit and a digest of the trainer's settings to a run.
+def with_origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
+    """Return the run with versions, commit and a digest of the trainer's settings.
 
     Args:
-        run: as the trainer knows it.
-        settings: only their digest is kept; none where they are empty.
+        run: what the trainer knows of itself.
+        settings: the trainer's; only their digest is kept, and none where they are empty.
         trainer: name of the trainer's package.
     """
     version = version_of(trainer)
@@ -35,7 +35,7 @@ def origin(run: Run, settings: Mapping[str, Any], trainer: str = "verl") -> Run:
         torch=version_of("torch"),
         gradloc=__version__,
         commit=_commit(Path.cwd()),
-        config=hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] if settings else None,
+        config=hashlib.sha256(text.encode()).hexdigest()[:_NUM_DIGITS] if settings else None,
     )
 
 
@@ -54,9 +54,11 @@ def version_of(package: str) -> str | None:
 
 
 def _commit(folder: Path) -> str | None:
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", f"--abbrev={_DIGITS}"]
+    """Return the commit that a folder has checked out, with ``-dirty`` if files differ from it; None outside of git."""
+    describe = ["describe", "--always", "--exclude=*", "--dirty", f"--abbrev={_NUM_DIGITS}"]  # without tags: the commit
+    command = ["git", "-C", str(folder), *describe]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes events to disk, one line of ``events.jsonl`` and one folder each, and saves states with checkpoints.
+"""Write events to disk, one line of ``events.jsonl`` and one folder each, and save states with checkpoints.
 
 A process that is killed while it writes leaves the earlier events readable: a folder is renamed into place when it is
 whole, and a line that was cut off is closed before the next one is added. Two processes may write into one folder.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
-    """Make a value JSON-ready: NaN and infinities become the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
+    """Return a value as JSON has it: NaN and infinities are the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -44,7 +44,8 @@ def plain(value: Any) -> Any:
 
 def _dumps(value: Any, **kwargs: Any) -> str:
     text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, **kwargs)
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a path's bytes that UTF-8 does not know, as JSON
+    # a path may hold bytes that are not UTF-8, which Python keeps as lone surrogates
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class EventStore:
@@ -57,9 +58,9 @@ class EventStore:
 
     @contextmanager
     def new_event(self, global_step: int, epoch: int, mini_batch: int, model: str = "actor") -> Iterator[str]:
-        """Take a name for an event, which no other process gets; :meth:`write_folder` follows, or the name is free.
+        """Reserve a name for an event, for :meth:`write_folder`; without that call it is free again at the end.
 
-        A run that was resumed may pass the same step again, so names are made unique.
+        No other process gets the name, nor the same run if it is resumed and passes the step again.
         """
         base = f"step{global_step:06d}-epoch{epoch}-mini{mini_batch}" + (f"-{model}" if model != "actor" else "")
         number, name = 1, base
@@ -91,9 +92,9 @@ class EventStore:
 
     def about(self) -> str:
         """Return a clause on what a new run should know of the folder; mostly ""."""
-        there = next(place for place in (self.root, *self.root.absolute().parents) if place.exists())
-        if not os.access(there, os.W_OK):
-            return f"; {there} cannot be written to"
+        existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
+        if not os.access(existing, os.W_OK):
+            return f"; {existing} cannot be written to"
         return ", behind those of an earlier run" if (self.root / "events.jsonl").exists() else ""
 
     def size_gb(self) -> float:
@@ -107,8 +108,13 @@ class EventStore:
         documents: dict[str, Any],
         files: dict[str, bytes] | None = None,
     ) -> str:
-        """Write the folder of an event whose name :meth:`new_event` gave: ``batch.safetensors`` if there are tensors, a
-        JSON file per document, other files.
+        """Write an event's folder: ``batch.safetensors`` if there are tensors, a JSON file per document, other files.
+
+        Args:
+            event_id: from :meth:`new_event`.
+            tensors: by name.
+            documents: by name, without ``.json``.
+            files: content by name.
 
         Returns:
             The folder, relative to the store.
@@ -120,7 +126,7 @@ class EventStore:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "batch.safetensors")
         for name, document in documents.items():
             (partial / f"{name}.json").write_text(_dumps(document) + "\n", encoding="utf-8")
-            if tensors:  # which safetensors lets only their owner read
+            if tensors:  # safetensors lets only the owner read its file: give it the mode that the umask asks for
                 shutil.copymode(partial / f"{name}.json", partial / "batch.safetensors")
         for name, content in (files or {}).items():
             (partial / name).write_bytes(content)
@@ -139,9 +145,10 @@ class EventStore:
                 fcntl.flock(file, fcntl.LOCK_EX)
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else b"\n" + line
+                if file.read(1) != b"\n":  # a process was killed while it wrote
+                    line = b"\n" + line
             file.write(line)
-            self.last = getattr(event, "event_id", "")
+            self.last = event.event_id
             file.flush()
             os.fsync(file.fileno())
 
@@ -152,7 +159,7 @@ _STATES = "gradloc.json"
 
 
 def save_states(parts: Mapping[str, Any], folder: str) -> bool:
-    """Write the parts' states, by name, into ``global_step_N``; returns whether there is any and it was written.
+    """Write the parts' states, by name, into a checkpoint's folder; return whether any was written.
 
     Each part's ``state()`` is JSON-ready, and its ``load_state(state)`` takes it over.
     """
@@ -169,7 +176,7 @@ def save_states(parts: Mapping[str, Any], folder: str) -> bool:
 
 
 def load_states(parts: Mapping[str, Any], folder: str) -> None:
-    """Give the parts what :func:`save_states` wrote; a part whose state is missing or not ours starts anew."""
+    """Load the states that :func:`save_states` wrote; a part whose state is missing or cannot be used starts anew."""
     path = os.path.join(folder, _STATES)
     if not parts or not os.path.exists(path):
         return

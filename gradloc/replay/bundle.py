@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay bundle, read from disk and checked. What is wrong with one is said in one sentence.
+"""Read a replay bundle from disk and check it; one sentence says what is wrong with it.
 
-docs/bundle.md describes it key by key. Only what a replay uses is required, so that a bundle can be written by hand.
+docs/bundle.md describes each key. Only the keys that a replay reads are required, so one can write a bundle by hand.
 
 Shapes: R rows (sequences), P prompt positions, T response positions.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ReplayError(Exception):
-    """The event cannot be replayed from what was given; the message is one sentence that says why."""
+    """The event cannot be replayed; the message is one sentence that says why."""
 
 
 def check(is_right: object, sentence: str) -> None:
-    """A ReplayError with this sentence, unless it is right."""
+    """Raise a ReplayError with this sentence, unless the condition is true."""
     if not is_right:
         raise ReplayError(sentence)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """An event that can be replayed: checked, so that nothing in it contradicts anything else."""
+    """An event that can be replayed; its parts do not contradict each other."""
 
     meta: BundleMeta
     event: Event
@@ -49,26 +50,24 @@ class Bundle:
     dtype: torch.dtype
     """The dtype of the run's forward."""
     is_critics: bool
-    """Whether values stand where an actor's log-probs stand."""
+    """Whether the model is a critic, which has values in place of log-probs."""
     num_tokens: int
-    """Response tokens of the whole step, as far as it is known."""
+    """Response tokens of the whole step; those of the bundle where the step's number is not known."""
 
     @property
     def max_culprits(self) -> int | None:
-        """The limit on culprits in the run's own config."""
-        found: Any = self.meta.actor
+        """The limit on culprits in the run's own config; None without one."""
+        value: Any = self.meta.actor
         for name in ("gradloc", "search", "max_culprits"):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found if type(found) is int and found > 0 else None
+            value = value.get(name) if isinstance(value, dict) else None
+        return value if type(value) is int and value > 0 else None
 
     def token_mask(self, entry: BundleEntry) -> torch.Tensor:
-        """bool (B, T): the response tokens of one micro-batch."""
+        """Return which positions of one micro-batch are response tokens, bool (B, T)."""
         return self.tensors["response_mask"][slice(*entry.rows)]
 
-    def part(self, entry: BundleEntry, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return one micro-batch's tensors, without the positions on either side that are padding in all of its
-        rows.
-        """
+    def micro_batch(self, entry: BundleEntry, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return one micro-batch's tensors, cut to the positions that some row of it attends to."""
         rows = {name: tensor[slice(*entry.rows)].to(device) for name, tensor in self.tensors.items()}
         num_prompt = rows["input_ids"].shape[1] - rows["response_mask"].shape[1]
         attended = rows["attention_mask"].any(0).nonzero()
@@ -76,7 +75,7 @@ class Bundle:
         cut = {name: rows[name][..., first:end] for name in _LONG}
         return cut | {name: rows[name][:, : end - num_prompt] for name in _SHORT if name in rows}
 
-    def inputs(self, entry: BundleEntry, device: torch.device) -> dict[str, torch.Tensor]:
+    def multi_modal_inputs(self, entry: BundleEntry, device: torch.device) -> dict[str, torch.Tensor]:
         """Return one micro-batch's inputs apart from text, row after row as a processor joins them."""
         found: dict[str, list[torch.Tensor]] = {}
         for row in range(*entry.rows):
@@ -87,7 +86,11 @@ class Bundle:
 
 
 def read_bundle(path: str) -> Bundle:
-    """Read and check a bundle, the folder with ``meta.json`` and ``batch.safetensors``; a ReplayError if it is bad."""
+    """Read and check a bundle: the folder with ``meta.json`` and ``batch.safetensors``.
+
+    Raises:
+        ReplayError: it lacks something, or its parts contradict each other.
+    """
     folder = Path(path)
     for name in ("meta.json", "batch.safetensors"):
         check((folder / name).is_file(), f"{path} is not a bundle folder: it has no {name}.")
@@ -95,28 +98,30 @@ def read_bundle(path: str) -> Bundle:
     meta = _read_meta(folder / "meta.json")
     check(not meta.multi_modal_note, f"{path} cannot be replayed: {meta.multi_modal_note}.")
     try:
-        given = load_file(folder / "batch.safetensors")
+        stored = load_file(folder / "batch.safetensors")
     except (SafetensorError, OSError, ValueError) as error:
         raise ReplayError(f"{path}/batch.safetensors is cut off or is no safetensors file: {error}.") from error
     for name in (*_LONG, *_SHORT[:-1]):
-        check(name in given, f"batch.safetensors has no tensor {name}.")
-    tensors = {name: given[name].long() for name in _LONG} | {name: given[name] for name in _SHORT if name in given}
+        check(name in stored, f"batch.safetensors has no tensor {name}.")
+    tensors = {name: stored[name].long() for name in _LONG} | {name: stored[name] for name in _SHORT if name in stored}
     _check_shapes(tensors)
-    num_rows, num_response = tensors["response_mask"].shape
-    for number, (first, end) in enumerate(entry.rows for entry in meta.layout):
-        takes = f"meta.json: layout[{number}] takes rows {first} to {end}, but the tensors have {num_rows} rows."
-        check(0 <= first < end <= num_rows, takes)
-        is_any = tensors["attention_mask"][first:end].any()
-        check(is_any, f"batch.safetensors: the attention_mask of layout[{number}] is 0 in all of its rows.")
-    attended = tensors["attention_mask"][:, -num_response:].bool()
-    mask = tensors["response_mask"] = tensors["response_mask"].bool() & attended
+    _check_layout(meta.layout, tensors)
+    num_response = tensors["response_mask"].shape[1]
+    mask = tensors["response_mask"].bool() & tensors["attention_mask"][:, -num_response:].bool()
     has_tokens = any(mask[slice(*entry.rows)].any() for entry in meta.layout)
     check(has_tokens, "batch.safetensors: response_mask is empty in all of layout, so there is no token to look at.")
-    multi_modal = {name: tensor for name, tensor in given.items() if name.startswith("multi_modal.")}
-    dtype, is_critics = getattr(torch, meta.dtype or _DTYPES[0]), meta.event.model == "critic"
     num_tokens = meta.event.trigger.num_tokens or int(mask.sum())
     check(num_tokens > 0, f"meta.json: event.trigger.num_tokens must be at least 1, found {num_tokens}.")
-    return Bundle(meta, meta.event, meta.layout, tensors, multi_modal, dtype, is_critics, num_tokens)
+    return Bundle(
+        meta=meta,
+        event=meta.event,
+        layout=meta.layout,
+        tensors={**tensors, "response_mask": mask},
+        multi_modal={name: tensor for name, tensor in stored.items() if name.startswith("multi_modal.")},
+        dtype=getattr(torch, meta.dtype or _DTYPES[0]),
+        is_critics=meta.event.model == "critic",
+        num_tokens=num_tokens,
+    )
 
 
 def _read_meta(path: Path) -> BundleMeta:
@@ -148,3 +153,13 @@ def _check_shapes(tensors: dict[str, torch.Tensor]) -> None:
         if name == "position_ids" and len(shape) == 3:  # with pictures: (rows, channels, prompt + response)
             shape = (shape[0], shape[2])
         check(shape == expected, f"batch.safetensors: {name} must have the shape {expected}, found {shape}.")
+
+
+def _check_layout(layout: Sequence[BundleEntry], tensors: dict[str, torch.Tensor]) -> None:
+    num_rows = len(tensors["response_mask"])
+    for number, entry in enumerate(layout):
+        first, end = entry.rows
+        takes = f"meta.json: layout[{number}] takes rows {first} to {end}, but the tensors have {num_rows} rows."
+        check(0 <= first < end <= num_rows, takes)
+        is_any = tensors["attention_mask"][first:end].any()
+        check(is_any, f"batch.safetensors: the attention_mask of layout[{number}] is 0 in all of its rows.")

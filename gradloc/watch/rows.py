@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..loop.batch import BatchView, Rows, joined
+from ..loop.batch import BatchView, Rows, stack_rows
 from ..loop.driver import sequence_ids
 
 
@@ -32,7 +32,7 @@ def summaries(masks: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
 def view_of(by_rank: Sequence[Rows]) -> BatchView:
     """Join all ranks' rows, one rank after the other; names that occur more than once are those of prompts."""
     shared = set.intersection(*(set(rows) for rows in by_rank))
-    rows = joined([{name: part[name] for name in by_rank[0] if name in shared} for part in by_rank])
+    rows = stack_rows([{name: part[name] for name in by_rank[0] if name in shared} for part in by_rank])
     names = rows.pop("names")
     rows["input_ids"] = rows["responses"]
     rows["loss_weights"] = rows["loss_weights"] * int(rows["response_mask"].sum())

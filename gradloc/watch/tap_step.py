@@ -28,7 +28,7 @@ from ..core.fp32_head import precise_linear
 from ..core.host_step import to_host
 from ..core.ranks import Ranks
 from ..core.step import Details, Outputs, Recorded, TrainingStep, only
-from ..loop.batch import NO_TOKEN, Rows, joined
+from ..loop.batch import NO_TOKEN, Rows, stack_rows
 from .anew import TapRecorded, follow_weights, keep_first
 from .forwarded import Graph, RecordedForward, returned_log_probs
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradients, mixed, potentials
@@ -519,7 +519,7 @@ class TapStep(LoopStep):
         return -self.micro_batches[micro_batch].on_host["coefficient"].float() * self.weight
 
     def all_rows(self) -> Rows:
-        """Return all columns of the rows that an event may show, on the host; see :func:`~..loop.batch.joined`."""
+        """Return all columns of the rows that an event may show, on the host; see :func:`~..loop.batch.stack_rows`."""
         parts = []
         for index, each in enumerate(self.micro_batches):
             mask, names = each.on_host["mask"], each.forwarded.known.get("rows")
@@ -534,7 +534,7 @@ class TapStep(LoopStep):
                 | {"names": [""] * len(mask) if names is None else [str(name) for name in names]}
             )
         shared = set.intersection(*(set(part) for part in parts))
-        return joined([{name: part[name] for name in part if name in shared} for part in parts])
+        return stack_rows([{name: part[name] for name in part if name in shared} for part in parts])
 
     def _on_host(self, name: str) -> list[torch.Tensor]:
         return [each.on_host[name] for each in self.micro_batches]

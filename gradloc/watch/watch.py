@@ -48,7 +48,7 @@ from ..loop.driver import AbortedBySpike, Driver
 from ..loop.localizer import Localizer
 from ..loop.messages import Policy
 from ..record import Run
-from ..record.origin import origin
+from ..record.origin import with_origin
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
 from .counts import StepCounts
@@ -188,7 +188,7 @@ class Watch(Notes):
         return compute_device(next(model.parameters()))
 
     def _make_driver(self, settings: GradLocConfig, name: str, tokenizer: Any) -> Driver:
-        run = replace(origin(Run(None, name), {}, "torch"), trainer=LOOP)
+        run = replace(with_origin(Run(None, name), {}, "torch"), trainer=LOOP)
         driver = Driver(settings, tokenizer=tokenizer, run=run, trained={})
         driver.action_key = "action"
         root = str(settings.root).encode("utf-8", "replace").decode("utf-8")

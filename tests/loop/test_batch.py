@@ -38,7 +38,7 @@ def test_facts_are_what_a_loop_over_the_rows_finds(is_nested):
         assert made.rewards[row] == pytest.approx(float(scores[row].sum()), abs=1e-6)
         assert not kept or made.signal[row] == advantages[row, kept[0]]
     assert sorted(made.sample[made.sample != 0].tolist()) == sorted(advantages[mask.bool()].tolist())
-    turned = made.chosen(torch.tensor([3, 0]))
+    turned = made.at(torch.tensor([3, 0]))
     assert turned.num_tokens.tolist() == made.num_tokens[[3, 0]].tolist() and turned.sample is made.sample
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradloc.notify.trackers import FORMS
+from gradloc.notify.trackers import SENDERS
 
 pytestmark = pytest.mark.full
 
@@ -125,5 +125,5 @@ def test_clearml(tell_to, tmp_path):
 
 def test_the_page_lists_every_tracker():
     page = (ROOT / "docs" / "trackers.md").read_text(encoding="utf-8")
-    for name in [*FORMS, "console", "mlflow", "rl_insight"]:
+    for name in [*SENDERS, "console", "mlflow", "rl_insight"]:
         assert f"| `{name}`" in page

@@ -10,13 +10,13 @@ import pytest
 
 from gradloc import __version__
 from gradloc.record import Event, Run
-from gradloc.record.origin import now, origin
+from gradloc.record.origin import now, with_origin
 from gradloc.record.store import plain
 from tests.report.builder import SCHEMAS
 
 
 def made(settings: dict | None = None, trainer: str = "verl") -> Run:
-    return origin(Run("p", "e", model="Qwen/Qwen3-4B"), settings or {"lr": 1e-6}, trainer)
+    return with_origin(Run("p", "e", model="Qwen/Qwen3-4B"), settings or {"lr": 1e-6}, trainer)
 
 
 def test_versions_model_and_digest_are_there_and_fit_the_schema():
@@ -33,7 +33,7 @@ def test_versions_model_and_digest_are_there_and_fit_the_schema():
 def test_the_digest_is_the_settings_whatever_their_order():
     assert made({"a": 1, "b": {"c": None}}).config == made({"b": {"c": None}, "a": 1}).config
     assert made({"a": 1}).config != made({"a": 2}).config
-    assert origin(Run("p", "e"), {}, "torch").config is None, "a loop has no settings"
+    assert with_origin(Run("p", "e"), {}, "torch").config is None, "a loop has no settings"
 
 
 def test_the_commit_is_that_of_the_folder_and_says_where_it_was_changed(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gradloc.record import Event, Turn, turns_in
+from gradloc.record import Event, Trigger, Turn, turns_in
 from gradloc.record.store import EventStore, plain
 from gradloc.report.runs.events import Events, read_events, recover
 from tests.record import killed
@@ -25,27 +25,30 @@ from tests.report.builder import REPO
 def test_a_cut_off_line_does_not_spoil_the_next_event(tmp_path):
     store = EventStore(str(tmp_path))
     (tmp_path / "events.jsonl").write_text('{"a": 1}\n{"cut": ')
-    store.append({"b": math.nan, "c": [math.inf, -math.inf], "d": "é"})
+    store.append(Event(event_id="é", trigger=Trigger(grad_norm=math.nan, threshold=math.inf)))
     lines = (tmp_path / "events.jsonl").read_text("utf-8").splitlines()
-    assert lines[0] == '{"a": 1}' and lines[-1] == '{"b": "NaN", "c": ["Infinity", "-Infinity"], "d": "é"}'
+    assert lines[0] == '{"a": 1}' and '"event_id": "é"' in lines[-1]
+    trigger = json.loads(lines[-1])["trigger"]
+    assert (trigger["grad_norm"], trigger["threshold"]) == ("NaN", "Infinity")
 
 
 def test_an_event_waits_for_another_process_that_is_writing_one(tmp_path):
     with open(tmp_path / "events.jsonl", "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        writer = threading.Thread(target=EventStore(str(tmp_path)).append, args=({"a": 1},))
+        writer = threading.Thread(target=EventStore(str(tmp_path)).append, args=(Event(event_id="a"),))
         writer.start()
         writer.join(0.2)
         assert writer.is_alive()
         file.write(b'{"b": 1}\n')
     writer.join(10)
-    assert (tmp_path / "events.jsonl").read_text().splitlines() == ['{"b": 1}', '{"a": 1}']
+    first, second = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert first == '{"b": 1}' and json.loads(second)["event_id"] == "a"
 
 
 def test_a_new_run_learns_that_the_folder_has_an_earlier_one_s_events(tmp_path):
     store = EventStore(str(tmp_path / "made" / "later"))
     assert store.about() == ""
-    store.append({"a": 1})
+    store.append(Event(event_id="a"))
     assert "earlier run" in store.about()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc run COMMAND ...``: a watch for each ``transformers.Trainer`` in a command and in the processes it starts.
+"""Run a command, ``gradloc run COMMAND ...``, with a watch on each ``transformers.Trainer`` in all of its processes.
 
-The command's environment names a folder whose ``sitecustomize`` Python runs at start. That changes nothing until
+The command's ``PYTHONPATH`` gets a folder with a ``sitecustomize``, which Python runs at start. It waits until
 ``transformers.trainer`` is imported; then each Trainer gets a :class:`.callback.TrainerCallback` of its own.
 """
 
@@ -28,33 +28,40 @@ gradloc.Watch.
 """
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Replace this process by the command; returns an exit code if the command cannot be run."""
-    settings: dict[str, Any] = {}
-    words = list(words)
-    while words and "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        *blocks, last = name.split(".")
-        block = settings
-        for each in blocks:
-            block = block.setdefault(each, {})
-        block[last] = _value(value)
-    if not words or words[0] in ("-h", "--help"):
+    settings, command = _split(arguments)
+    if not command or command[0] in ("-h", "--help"):
         print(USAGE, end="")
-        return 0 if words else 2
-    if shutil.which(words[0]) is None:
+        return 0 if command else 2
+    if shutil.which(command[0]) is None:
         or_folder = "; for a folder named run: gradloc ./run" if Path("run").is_dir() else ""
-        why = f"there is no command {words[0]}; give the one that trains, as you call it{or_folder}"
+        why = f"there is no command {command[0]}; give the one that trains, as you call it{or_folder}"
         print(f"gradloc run: {why}", file=sys.stderr)
         return 2
     startup = str(Path(__file__).parent / "startup")
     path = os.pathsep.join([startup, *filter(None, [os.environ.get("PYTHONPATH")])])
-    sys.stdout.flush()
-    os.execvpe(words[0], words, {**os.environ, "PYTHONPATH": path, SETTINGS: json.dumps(settings)})
+    sys.stdout.flush()  # exec drops what is buffered
+    os.execvpe(command[0], command, {**os.environ, "PYTHONPATH": path, SETTINGS: json.dumps(settings)})
 
 
-def _value(text: str) -> Any:
-    """Return an argument's value: JSON, else the text itself."""
+def _split(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split the arguments into settings, ``a.b=1`` as ``{"a": {"b": 1}}``, and the command with its own arguments."""
+    settings: dict[str, Any] = {}
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if not equals:
+            return settings, arguments[index:]
+        *blocks, last = name.split(".")
+        block = settings
+        for each in blocks:
+            block = block.setdefault(each, {})
+        block[last] = _parsed(value)
+    return settings, []
+
+
+def _parsed(text: str) -> Any:
+    """Parse a value as JSON; other text is returned unchanged."""
     try:
         return json.loads(text)
     except ValueError:
@@ -63,14 +70,14 @@ def _value(text: str) -> Any:
 
 def watch_each(trainer: type) -> None:
     """Give each Trainer of this class and its subclasses a callback, with the arguments in the environment."""
-    make = trainer.__init__
+    init = trainer.__init__
 
-    @wraps(make)
-    def with_callback(self: Any, *args: Any, **given: Any) -> None:
-        make(self, *args, **given)
+    @wraps(init)
+    def init_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         from .callback import TrainerCallback
 
         if not any(isinstance(each, TrainerCallback) for each in self.callback_handler.callbacks):
             self.add_callback(TrainerCallback(**json.loads(os.environ.get(SETTINGS, "{}"))))
 
-    trainer.__init__ = with_callback
+    trainer.__init__ = init_with_callback

@@ -16,7 +16,7 @@ from trl.trainer import utils as trl_utils
 
 from ...core.ranks import Ranks
 from ...core.step import Details, Groups, LossReplay, Outputs, backward_factor
-from ...loop.batch import Rows, at_first, joined
+from ...loop.batch import Rows, at_first, stack_rows
 from ...private_api import replaced
 from ...watch.forwarded import RecordedForward
 from ...watch.tap_step import TapStep
@@ -171,7 +171,7 @@ class TrlStep(TapStep, LossReplay):
                 for name, value in values.items()
             }
             parts.append({name: value.detach().cpu() for name, value in wide.items()})
-        return joined(parts, OF_PROMPT)
+        return stack_rows(parts, OF_PROMPT)
 
     # ---- inside
 

@@ -20,12 +20,12 @@ from ...health.config import HealthConfig
 from ...health.monitor import Monitor
 from ...health.rules import FROM_TRL
 from ...loop import metrics as step_metrics
-from ...loop.batch import BatchView, Rows, joined
+from ...loop.batch import BatchView, Rows, stack_rows
 from ...loop.driver import Driver, sequence_ids
 from ...loop.messages import Policy
 from ...loop.writer import events_weights_folder
 from ...record import Run
-from ...record.origin import origin
+from ...record.origin import with_origin
 from ...record.store import load_states, save_states
 from ...reweighting.config import LoptiConfig
 from ...watch.watch import Watch
@@ -149,8 +149,8 @@ class TrainerWatch(Watch):
         trainer, settings = self.trainer, self.settings
         args, trained = trainer.args, trainer.args.to_dict()
         model = getattr(trainer.model.config, "_name_or_path", None)
-        name = args.run_name or os.path.basename(args.output_dir)
-        run = origin(Run(os.environ.get("WANDB_PROJECT", "trl"), name, model=model, **group_of(args)), trained, "trl")
+        project, name = os.environ.get("WANDB_PROJECT", "trl"), args.run_name or os.path.basename(args.output_dir)
+        run = with_origin(Run(project, name, model=model, **group_of(args)), trained, "trl")
         print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
         return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
 
@@ -229,7 +229,7 @@ def other_advantages(rewards: torch.Tensor, num_generations: int, is_divided: bo
 
 def view_of(by_rank: Sequence[Rows]) -> BatchView:
     """Join all ranks' rows, one rank after the other."""
-    rows = joined(by_rank, OF_PROMPT)
+    rows = stack_rows(by_rank, OF_PROMPT)
     prompts, prompt_mask = rows.pop("prompt_ids"), rows.pop("prompt_mask")
     rows["input_ids"] = torch.cat([prompts, rows["responses"]], 1)
     rows["attention_mask"] = torch.cat([prompt_mask, rows.pop("completion_mask")], 1)

@@ -17,7 +17,7 @@ from ...loop.batch import BatchView
 from ...loop.driver import Driver
 from ...loop.messages import Policy, RankReport
 from ...record import Run
-from ...record.origin import origin
+from ...record.origin import with_origin
 from ...record.store import load_states, save_states
 from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
@@ -64,7 +64,8 @@ def build_driver(config: Any, settings: Any, tokenizer: Any, model: str = "actor
     if model == "actor" and OmegaConf.select(config, "distillation.enabled"):
         plain["distillation_loss"] = OmegaConf.to_container(config.distillation.distillation_loss, resolve=True)
     names = config.trainer.project_name, config.trainer.experiment_name
-    run = origin(Run(*names, model=path, estimator=_estimator(config.algorithm), rollouts=num_rollouts), run_config)
+    run = Run(*names, model=path, estimator=_estimator(config.algorithm), rollouts=num_rollouts)
+    run = with_origin(run, run_config)
     epochs = trained.ppo_epochs
     driver = VerlDriver(settings, tokenizer=tokenizer, run=run, trained=plain, num_epochs=epochs, model=model)
     driver.sequences_per_mini_batch = trained.ppo_mini_batch_size * num_rollouts

@@ -12,7 +12,7 @@ from ...explain.advice import LOOP, replay_line
 from ...explain.aftermath import impact_of
 from ...explain.causes import CauseInfo, cause_info
 from ...explain.culprits import carried, shares_sentence
-from ...explain.cures import tried
+from ...explain.cures import failed_cures
 from ...explain.faults import LINKS, fault_sentences, step_before
 from ...explain.next_step import next_step
 from ...explain.numbers import bounded, number, percent, with_error
@@ -178,7 +178,7 @@ def _aftermath(event: Event, run: RunFolder, followed: list[str]) -> Section:
 
 
 def _what_to_do(event: Event, actor: Mapping[str, Any]) -> Section:
-    do, others = next_step(event, actor), tried(event)
+    do, others = next_step(event, actor), failed_cures(event)
     blocks: list[Block] = []
     if do is not None:
         grounds = [("Why", do.why, ""), ("Fixed when", do.check, "")]
