@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's gradient in parts, on the ranks: by bucket of rows and term of the loss, or by quartile of the tokens.
+"""Split one step's gradient on the ranks: by bucket of rows and term of the loss, or by quartile of the tokens.
 
-The step is one that training recorded, or one of forwards alone that is never taken. Its coefficients are by term of
-the loss, where the trainer can be asked for its loss under other settings; a part is what a mask over the tokens lets
-through of them. So the parts add up to the whole gradient, whatever the loss and its average are.
+The step is one that training recorded, or one of forwards alone that is never taken. Where the trainer can compute its
+loss under other settings, the coefficients are split by term of the loss. A part is the gradient of the tokens that a
+mask selects, so the parts add up to the whole gradient, whatever the loss and its average are.
 
 There are two norms. A bucket's *part* of the gradient keeps the weight that its rows have in the whole batch. Its
 *own* gradient is the part divided by the bucket's share of the average: what the gradient would be if the bucket were
 the batch, comparable between buckets of any size. For the whole they are the same.
 
-A tried update is the trainer's own optimizer and clipping, then everything as it was: weights, optimizer state and the
-options of its parameter groups come back bit for bit.
+A trial update runs the trainer's own clipping and optimizer; then weights, optimizer state and the options of its
+parameter groups are restored bit for bit.
 
 Shapes: B rows of a micro-batch, T response positions, K buckets, C terms of the loss, S sampled tokens.
 """
@@ -54,12 +54,12 @@ NUM_BUCKETS_KEY, NUM_SAMPLED_KEY = "gradloc_num_buckets", "gradloc_num_sampled"
 
 @dataclass
 class Analysed:
-    """A step, and the parts of its trainer that a tried update needs."""
+    """A step, and the parts of its trainer that a trial update needs."""
 
     step: Any
     """A :class:`~..core.step.TrainingStep`."""
     labels: Callable[[str, int], torch.Tensor]
-    """Returns a micro-batch's rows of a tensor under one of the keys above."""
+    """(key, micro-batch) -> that micro-batch's rows of the tensor under one of the keys above."""
     space: GradientSpace
     ranks: Ranks
     optimizer: torch.optim.Optimizer
@@ -68,11 +68,11 @@ class Analysed:
     clip_limit: float
 
 
-def measure(made: Callable[[], Analysed], space: GradientSpace, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Take a step's gradient apart; the model and its optimizer are left as they were, bit for bit.
+def measure(make: Callable[[], Analysed], space: GradientSpace, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Split a step's gradient; the model and its optimizer are left as they were, bit for bit.
 
     Args:
-        made: gives the step, whose forwards may run then.
+        make: returns the step; it may run the step's forwards.
         space: the model's parameters.
         request: ``NUM_BUCKETS_KEY`` or ``NUM_SAMPLED_KEY``.
 
@@ -86,9 +86,11 @@ def measure(made: Callable[[], Analysed], space: GradientSpace, request: Mapping
     start = time.perf_counter()
     try:
         with _undisturbed(space):
-            parts = Parts(made())
-            ask = parts.by_quartile if NUM_SAMPLED_KEY in request else parts.by_bucket
-            numbers: Any = ask(request.get(NUM_SAMPLED_KEY, request.get(NUM_BUCKETS_KEY)))
+            parts = Parts(make())
+            if NUM_SAMPLED_KEY in request:
+                numbers: Any = parts.by_quartile(request[NUM_SAMPLED_KEY])
+            else:
+                numbers = parts.by_bucket(request[NUM_BUCKETS_KEY])
     except PeerFailure as error:
         logger.exception("gradloc: the gradient analysis failed; training goes on")
         return {"error": str(error)}
@@ -115,64 +117,61 @@ def _undisturbed(space: GradientSpace) -> Iterator[None]:
 
 
 class Parts:
-    """Takes one step apart; all ranks call every method together. Gradients wait in the host's memory."""
+    """Splits one step's gradient; all ranks call every method together. Gradients are kept in the host's memory."""
 
-    def __init__(self, of: Analysed):
-        self.of, self.ranks, self.space = of, of.ranks, of.space
-        self.prober = Prober(of.step, of.space, of.ranks)
-        self.step, self.micro_batches = self.prober.step, range(of.step.num_micro_batches)
-        self.terms = self.ranks.run_local_synced(partial(records_by_term, of.step))
-        if isinstance(of.step, LossReplay) and all(each.log_prob_coefficient is None for each in self._recorded):
-            self.ranks.run_local_synced(partial(record_by_loss, of.step))
+    def __init__(self, analysed: Analysed):
+        self.analysed, self.ranks, self.space = analysed, analysed.ranks, analysed.space
+        self.prober = Prober(analysed.step, self.space, self.ranks)
+        self.step, self.micro_batches = self.prober.step, range(analysed.step.num_micro_batches)
+        self.terms = self.ranks.run_local_synced(partial(records_by_term, analysed.step))
+        if isinstance(analysed.step, LossReplay) and all(each.log_prob_coefficient is None for each in self._recorded):
+            self.ranks.run_local_synced(partial(record_by_loss, analysed.step))
         self.masks = [self.step.token_mask(index) for index in self.micro_batches]
         self.whole: dict[str, Gradient] = {}
         """Gradient of each term, as the sum of its parts."""
-        has_rest = any(record.auxiliary_coefficient is not None for record in self._recorded)
-        self._rest: Gradient | None = None
-        """Gradient of the auxiliary loss, which comes with every part."""
-        if not self.ranks.all(not has_rest):
-            self._rest = self.gradient(self._recorded, [torch.zeros_like(mask) for mask in self.masks])
+        has_auxiliary = any(record.auxiliary_coefficient is not None for record in self._recorded)
+        self._auxiliary: Gradient | None = None
+        """Gradient of the auxiliary loss, which every pass adds whatever tokens are selected."""
+        if not self.ranks.all(not has_auxiliary):
+            self._auxiliary = self.gradient(self._recorded, [torch.zeros_like(mask) for mask in self.masks])
 
     @property
     def _recorded(self) -> list[Recorded]:
-        return [self.of.step.recorded(index) for index in self.micro_batches]
+        return [self.analysed.step.recorded(index) for index in self.micro_batches]
 
     def gradient(self, records: Sequence[Recorded], selected: Sequence[torch.Tensor]) -> Gradient:
-        """Return the gradient of the selected tokens, bool (B, T) of each micro-batch."""
+        """Return the gradient of the selected tokens, bool (B, T) of each micro-batch, without the auxiliary loss."""
         self.prober.compute_part(records, selected)
-        if self._rest is not None:
-            self.prober.add(self._rest, -1.0)
+        return self._keep()
+
+    def _keep(self) -> Gradient:
+        if self._auxiliary is not None:
+            self.prober.add(self._auxiliary, -1.0)
         return self.space.keep()
 
     def labels(self, name: str) -> list[torch.Tensor]:
         """Return the labels of each micro-batch, int (B,) or (B, T)."""
-        return self.ranks.run_local_synced(lambda: [self.of.labels(name, index).cpu() for index in self.micro_batches])
+        labels = self.analysed.labels
+        return self.ranks.run_local_synced(lambda: [labels(name, index).cpu() for index in self.micro_batches])
 
     # ---- by bucket and term
 
     def by_bucket(self, num_buckets: int) -> BucketNumbers:
         """Measure the buckets. One gradient per bucket and two per term are kept in the host's memory."""
-        buckets = self.labels(BUCKET_KEY)
+        labels = self.labels(BUCKET_KEY)
+        bucket_masks = [self._masks_where(labels, bucket) for bucket in range(num_buckets)]
+        weights, losses = self._weights_and_losses(bucket_masks)
         tasks: list[Gradient] = []
         norms: list[dict[str, float]] = []
         dots: list[dict[str, float]] = []
-
-        def note(parts: dict[str, Gradient]) -> None:
-            norms.append({term: self.space.norm(part) for term, part in parts.items()})
-            dots.append({f"{a}_{b}": self._dot(parts[a], parts[b]) for a, b in combinations(parts, 2)})
-
-        inside = [self._within(buckets, bucket) for bucket in range(num_buckets)]
-        averages = self.ranks.run_local_synced(lambda: [self._averages(masks) for masks in inside])
-        shape = num_buckets, 2, len(self.terms)
-        weights, losses = np.moveaxis(np.reshape(self.ranks.sum(np.ravel(averages).tolist()), shape), 1, 0)
-        if not hasattr(self.of.step, "average"):  # weights in any unit
-            weights = weights / np.where(weights.sum(0) == 0, 1.0, weights.sum(0))
-        for masks in inside:
+        for masks in bucket_masks:
             parts = {term: self.gradient(records, masks) for term, records in self.terms.items()}
-            note(parts)
+            norms.append(self._norms(parts))
+            dots.append(self._dots(parts))
             tasks.append(parts["task"])
             self.whole = {term: add_up(self.whole.get(term), part) for term, part in parts.items()}
-        note(self.whole)
+        norms.append(self._norms(self.whole))
+        dots.append(self._dots(self.whole))
         return {
             "terms": list(self.terms),
             "norms": norms,
@@ -184,26 +183,44 @@ class Parts:
             "backwards": self.prober.num_backwards,
         }
 
-    def _within(self, labels: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    def _masks_where(self, labels: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+        """Return which response tokens have this label, bool (B, T) of each micro-batch."""
         pairs = zip(self.masks, labels, strict=True)
-        return [mask & (each == number).view(len(mask), -1) for mask, each in pairs]
+        return [mask & (label == number).view(len(mask), -1) for mask, label in pairs]
 
-    def _averages(self, inside: list[torch.Tensor]) -> list[list[float]]:
-        """Return this rank's part of the bucket's share of each term's average, and of the term's value, (2, C); NaN if
-        the trainer does not know it."""
+    def _weights_and_losses(self, bucket_masks: list[list[torch.Tensor]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return each bucket's share of each term's average, and of its value, NaN if it is not known: (K, C) each."""
+        local = self.ranks.run_local_synced(lambda: [self._local_averages(masks) for masks in bucket_masks])
+        shape = len(bucket_masks), 2, len(self.terms)
+        averages = np.reshape(self.ranks.sum(np.ravel(local).tolist()), shape)
+        weights, losses = averages[:, 0], averages[:, 1]
+        if not hasattr(self.analysed.step, "average"):  # weights in any unit
+            weights = weights / np.where(weights.sum(0) == 0, 1.0, weights.sum(0))
+        return weights, losses
+
+    def _local_averages(self, masks: list[torch.Tensor]) -> list[list[float]]:
+        """Return this rank's part of a bucket's share of each term's average, and of the term's value: (2, C)."""
         found = torch.zeros(2, len(self.terms), dtype=torch.float64)
-        for index, mask in enumerate(inside):
-            for place, term in enumerate(self.terms) if mask.any() else ():
-                known = self._average(index, term, mask)
-                found[:, place] += torch.tensor(known, dtype=torch.float64)
+        for index, mask in enumerate(masks):
+            if not mask.any():
+                continue
+            for column, term in enumerate(self.terms):
+                found[:, column] += torch.tensor(self._average(index, term, mask), dtype=torch.float64)
         return found.tolist()
 
     def _average(self, index: int, term: str, mask: torch.Tensor) -> tuple[float, float]:
-        own = getattr(self.of.step, "average", None)
-        if own is not None:
-            return own(index, term, mask.to(self.space.device))
+        """Return the selected tokens' share of a term's average, and of its value; NaN if the step does not know it."""
+        average = getattr(self.analysed.step, "average", None)
+        if average is not None:
+            return average(index, term, mask.to(self.space.device))
         weights = self.step.details(index).weights
         return float(mask.sum() if weights is None else weights.float()[mask].sum()), math.nan
+
+    def _norms(self, parts: dict[str, Gradient]) -> dict[str, float]:
+        return {term: self.space.norm(part) for term, part in parts.items()}
+
+    def _dots(self, parts: dict[str, Gradient]) -> dict[str, float]:
+        return {f"{a}_{b}": self._dot(parts[a], parts[b]) for a, b in combinations(parts, 2)}
 
     def _dot(self, left: Gradient, right: Gradient) -> float:
         return float(self.space.dots(left, right).sum())
@@ -212,22 +229,21 @@ class Parts:
 
     def by_quartile(self, num_sampled: int) -> QuartileNumbers:
         """Measure the quartiles, with S tokens sampled over all ranks. Six gradients are kept in the host's memory."""
-        step, space, optimizer = self.step, self.space, self.of.optimizer
+        step, space, optimizer = self.step, self.space, self.analysed.optimizer
         whole = self._whole()
         quartiles, samples = self.labels(QUARTILE_KEY), self.labels(SAMPLE_KEY)
-        parts = [self.gradient(self._recorded, self._within(quartiles, number)) for number in range(NUM_QUARTILES)]
-        tokens = [self._token(self._within(samples, number)) for number in range(num_sampled)]
+        parts = [self.gradient(self._recorded, self._masks_where(quartiles, index)) for index in range(NUM_QUARTILES)]
+        tokens = [self._token(self._masks_where(samples, index)) for index in range(num_sampled)]
         space.module.eval()
         updates: dict[str, Update | None] = {}
         log_probs: dict[str, Any] = {"before": self._log_probs()}
         norms = [space.norm(part) for part in parts]
         for name, chosen in UPDATES.items():
-            if len(chosen) == 1:
-                (number,) = chosen
-                # without a gradient, as of a quartile without tokens, there is nothing to try
-                updates[name], log_probs[name] = (None, None) if norms[number] == 0 else self._try(parts[number])
-            else:
-                updates[name], log_probs[name] = self._try(whole if chosen else _zeros(whole))
+            if len(chosen) == 1 and norms[chosen[0]] == 0:  # a quartile without tokens has no gradient to try
+                updates[name] = log_probs[name] = None
+                continue
+            gradient = parts[chosen[0]] if len(chosen) == 1 else whole if chosen else zeros_like(whole)
+            updates[name], log_probs[name] = self._try(gradient)
         norm = space.norm(whole)
         return {
             "terms": list(self.terms),
@@ -248,13 +264,11 @@ class Parts:
     def _whole(self) -> Gradient:
         """Return the whole gradient, from a pass of its own in training's order."""
         self.prober.compute(enumerate(self.masks))
-        if self._rest is not None:
-            self.prober.add(self._rest, -1.0)
-        return self.space.keep()
+        return self._keep()
 
     def _distance(self, parts: Sequence[Gradient], whole: Gradient) -> float:
-        """Return the distance from the sum of the parts to the whole."""
-        self.space.put(copy_of(whole))
+        """Return the norm of the difference between the sum of the parts and the whole."""
+        self.space.put(clone(whole))
         for part in parts:
             self.space.add(part, -1.0)
         return self.space.norm()
@@ -265,26 +279,34 @@ class Parts:
         Returns:
             ``log_prob_norm``: of its log-prob, None where it is not known; ``loss_norm``: of its part of the gradient.
         """
-        records, weight = self._recorded, self.step.weight
-        pairs = [(index, mask) for index, mask in enumerate(selected) if mask.any()]  # none on the other ranks
-        mine = [
-            [values[mask].sum().item() for values in self.step.coefficients(index) if values is not None]
-            for index, mask in pairs
-        ]
-        has_entropy, coefficient = self.ranks.sum([float(any(len(each) > 1 for each in mine)), sum(c[0] for c in mine)])
-        if all(isinstance(record.pull(None), Outputs) for record in records):
-            by_log_prob = [_plain_log_prob(record, 1.0 / weight) for record in records]
-            log_prob_norm: float | None = self.space.norm(self.gradient(by_log_prob, selected))
-            if not has_entropy:
-                return {"log_prob_norm": log_prob_norm, "loss_norm": abs(coefficient) * log_prob_norm}
-            return {"log_prob_norm": log_prob_norm, "loss_norm": self.space.norm(self.gradient(records, selected))}
+        records = self._recorded
+        coefficient, has_entropy = self._coefficient(selected)
+        if all(isinstance(record.pull(None), Outputs) for record in records):  # a backward may begin at log-probs
+            of_log_probs = [_plain_log_prob(record, 1.0 / self.step.weight) for record in records]
+            log_prob_norm = self.space.norm(self.gradient(of_log_probs, selected))
+            if has_entropy:
+                loss_norm = self.space.norm(self.gradient(records, selected))
+            else:
+                loss_norm = abs(coefficient) * log_prob_norm
+            return {"log_prob_norm": log_prob_norm, "loss_norm": loss_norm}
         loss_norm = self.space.norm(self.gradient(records, selected))
         is_known = not has_entropy and coefficient != 0
         return {"log_prob_norm": loss_norm / abs(coefficient) if is_known else None, "loss_norm": loss_norm}
 
+    def _coefficient(self, selected: list[torch.Tensor]) -> tuple[float, bool]:
+        """Return d loss / d log_prob of one token, and whether its entropy is part of the loss, from its rank."""
+        coefficient, has_entropy = 0.0, False
+        for index, mask in enumerate(selected):
+            if mask.any():
+                by_log_prob, by_entropy = self.step.coefficients(index)
+                coefficient += by_log_prob[mask].sum().item()
+                has_entropy = has_entropy or by_entropy is not None
+        coefficient, num_entropies = self.ranks.sum([coefficient, float(has_entropy)])
+        return coefficient, num_entropies > 0
+
     def _try(self, gradient: Gradient) -> tuple[Update, list[np.ndarray] | None]:
         """Update with this gradient, read every token's log-prob, and take the update back."""
-        with tried(self.of, gradient) as update:
+        with trial_update(self.analysed, gradient) as update:
             return update, self._log_probs() if update.is_taken else None
 
     def _log_probs(self) -> list[np.ndarray]:
@@ -295,27 +317,29 @@ class Parts:
 
 def records_by_term(step: Any) -> dict[str, list[Recorded]]:
     """Return each micro-batch's coefficients by term of the loss: ``task``, and ``entropy`` and ``kl`` if they are on.
-    Of a step that does not know its loss all is ``task``. Runs no forward."""
-    numbers = range(step.num_micro_batches)
+
+    All is ``task`` where the step cannot compute its loss anew. Runs no forward.
+    """
+    indices = range(step.num_micro_batches)
     if not isinstance(step, LossReplay):
-        return {"task": [step.recorded(index) for index in numbers]}
+        return {"task": [step.recorded(index) for index in indices]}
     found: dict[str, list[Recorded]] = {term: [] for term in terms_of(step)}
-    for index in numbers:
+    for index in indices:
         task = torch.tensor(0.0)
-        for term, settings in terms_of(step).items():
+        for term, settings in terms_of(step).items():  # the task is first; each other record has it, too
             record = _recorded_under(step, index, settings)
             if term == "entropy":
                 record.log_prob_coefficient = torch.zeros_like(record.log_prob)
             else:
-                whole = record.log_prob_coefficient
-                record.log_prob_coefficient, record.entropy_coefficient = whole - task.to(whole.device), None
-                task = whole if term == "task" else task
+                with_task = record.log_prob_coefficient
+                record.log_prob_coefficient, record.entropy_coefficient = with_task - task.to(with_task.device), None
+                task = with_task if term == "task" else task
             found[term].append(record)
     return found
 
 
 def record_by_loss(step: Any) -> None:
-    """Give a step without a backward the coefficients that its own loss has."""
+    """Give a step that had no backward the coefficients that one of its own loss would leave."""
     for index in range(step.num_micro_batches):
         found, record = _recorded_under(step, index, {}), step.recorded(index)
         record.log_prob_coefficient, record.entropy_coefficient = found.log_prob_coefficient, found.entropy_coefficient
@@ -350,27 +374,26 @@ def _plain_log_prob(record: Recorded, coefficient: float) -> Recorded:
 
 
 @contextmanager
-def tried(of: Analysed, gradient: Gradient) -> Iterator[Update]:
-    """Take a step with this gradient inside the context, unless its norm is not finite, and take it back at the end.
+def trial_update(analysed: Analysed, gradient: Gradient) -> Iterator[Update]:
+    """Take a step with this gradient inside the context, unless its norm is not finite, and undo it at the end.
 
     Stabilizers are left out, for they would learn from the step.
 
     Args:
-        of: whose optimizer and clipping it is; ``.grad`` is left empty.
+        analysed: has the optimizer and the clipping; ``.grad`` is left empty.
         gradient: local shards in host memory; a parameter without one is not updated.
     """
-    space = of.space
-    with MovedWeights(space, torch.float32) as weights, kept_optimizer(of.optimizer):
-        space.put(copy_of(gradient))  # clipped in place
-        norm = float(of.clip().detach())
-        if math.isfinite(norm):
-            of.optimizer.step()
+    space = analysed.space
+    with MovedWeights(space, torch.float32) as weights, kept_optimizer(analysed.optimizer):
+        space.put(clone(gradient))  # clipped in place
+        norm = float(analysed.clip().detach())
+        is_taken, clip_factor = math.isfinite(norm), 1.0
+        if is_taken:
+            analysed.optimizer.step()
+            clip_factor = min(1.0, analysed.clip_limit / (norm + 1e-6))
         space.clear()
         space.reshard()
-        clip_factor = min(1.0, of.clip_limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
-        yield Update(
-            is_taken=math.isfinite(norm), grad_norm=norm, clip_factor=clip_factor, update_norm=weights.distance()
-        )
+        yield Update(is_taken=is_taken, grad_norm=norm, clip_factor=clip_factor, update_norm=weights.distance())
 
 
 @contextmanager
@@ -400,18 +423,18 @@ def kept_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state.update(entries)
 
 
-def copy_of(gradient: Gradient) -> Gradient:
+def clone(gradient: Gradient) -> Gradient:
     return [None if grad is None else grad.clone() for grad in gradient]
 
 
-def _zeros(gradient: Gradient) -> Gradient:
+def zeros_like(gradient: Gradient) -> Gradient:
     return [None if grad is None else torch.zeros_like(grad) for grad in gradient]
 
 
 def add_up(total: Gradient | None, part: Gradient) -> Gradient:
     """Add a part to a running total, in place; the first part is copied."""
     if total is None:
-        return copy_of(part)
+        return clone(part)
     for index, grad in enumerate(part):
         if grad is not None:
             total[index] = grad.clone() if total[index] is None else total[index].add_(grad)

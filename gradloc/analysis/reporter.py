@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's side of both analyses: asks the workers at the steps that are due, and writes the record.
+"""Run both analyses from the trainer: ask the workers at the steps that are due, and write the records.
 
 ``step_<N>.json`` holds the whole record; the analysis by bucket also writes its group table as CSV and logs it to W&B.
 A failure is logged and counted, and training goes on; after three failures the analysis switches itself off.
@@ -34,7 +34,7 @@ _MAX_FAILURES = 3
 
 @dataclass(frozen=True)
 class AnalysisRun:
-    """The run that is analysed."""
+    """What an analysis has to know of the run."""
 
     root: str
     """Folder to write into: ``bisect_dump_dir``, absolute."""
@@ -60,11 +60,11 @@ class AnalysisBatch:
     filtered: Mapping[str, float] | None
     """Counts of the rollout filter; None where it did not run."""
     ask: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], list[dict[str, Any]]]
-    """Have the workers analyse it: (further tensors with R rows, the request) -> each rank's numbers, in the order of
-    the rows, filling ones last."""
+    """(further tensors with R rows, the request) -> each rank's numbers. The tensors' rows are the batch's, in its
+    order; what fills up the ranks comes last."""
 
     def measure(self, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what :attr:`ask` gives.
+        """Have the workers analyse the batch; see :attr:`ask`.
 
         Raises:
             RuntimeError: a rank failed.
@@ -83,7 +83,7 @@ class Reporter:
     prefix: str  # of the failures among the metrics
 
     def __init__(self, settings: BucketSettings | QuartileSettings, run: AnalysisRun):
-        self.settings, self.about = settings, run
+        self.settings, self.training = settings, run
         self.num_failures = 0
 
     def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
@@ -96,14 +96,14 @@ class Reporter:
 
     def run(
         self,
-        batch: Callable[[], AnalysisBatch],
+        make_batch: Callable[[], AnalysisBatch],
         global_step: int,
         metrics: dict[str, Any],
         timing_raw: dict[str, float],
     ) -> bool:
         """Analyse the training batch where the step is due, and return whether it was.
 
-        The step's ``metrics`` are added to, and under the analysis's name the seconds that it took to ``timing_raw``.
+        Adds the analysis's metrics to the step's ``metrics``, and the seconds that it took to ``timing_raw``.
 
         Raises:
             Exception: a vital one, or any while ``exit_after`` leaves no training to protect.
@@ -112,9 +112,9 @@ class Reporter:
             return False
         start = time.perf_counter()
         try:
-            metrics.update(self.analyse(batch(), global_step))
+            metrics.update(self.analyse(make_batch(), global_step))
         except Exception as error:
-            if self.settings.exit_after or isinstance(error, self.about.vital):
+            if self.settings.exit_after or isinstance(error, self.training.vital):
                 raise
             self.num_failures += 1
             logger.exception(
@@ -128,12 +128,12 @@ class Reporter:
         timing_raw[self.name] = time.perf_counter() - start
         return True
 
-    def _about(self, global_step: int, numbers: Mapping[str, Any], start: float) -> dict[str, Any]:
-        """Return the fields of both kinds of record: run, step, loss and cost, from the first rank's numbers."""
+    def _shared_fields(self, global_step: int, numbers: Mapping[str, Any], start: float) -> dict[str, Any]:
+        """Return the fields that both kinds of record have: run, step, loss and cost, from the first rank's numbers."""
         return {
-            "run": analysis.TrainingRun(**self.about.names),
+            "run": analysis.TrainingRun(**self.training.names),
             "global_step": global_step,
-            "loss": analysis.Loss(terms=tuple(numbers["terms"]), **self.about.loss),
+            "loss": analysis.Loss(terms=tuple(numbers["terms"]), **self.training.loss),
             "cost": analysis.Cost(
                 forwards=numbers["forwards"],
                 backwards=numbers["backwards"],
@@ -145,7 +145,7 @@ class Reporter:
     def _write(self, record: Any, metrics: dict[str, float]) -> Any:
         """Write a record with its metrics, and return it."""
         record = replace(record, metrics=metrics)
-        write_record(self.about.root, self.name, record)
+        write_record(self.training.root, self.name, record)
         return record
 
 
@@ -155,7 +155,10 @@ _SEEDS_APART = 1_000_003  # between the draws of two steps: a prime above any se
 class BucketAnalysis(Reporter):
     """Splits the gradient by term of the loss and by bucket of reward deviation.
 
-    ``prepare``: (seed) -> a batch of its own, which no update will see.
+    Args:
+        settings: of this analysis.
+        run: the run.
+        prepare: (seed) -> a separate batch, which no update will see.
     """
 
     name, prefix = "gradient_analysis", "grad_analysis"
@@ -168,15 +171,15 @@ class BucketAnalysis(Reporter):
     def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
         settings, start = self.settings, time.perf_counter()
         if settings.is_separate:
-            batch = self._prepare(self.about.seed + _SEEDS_APART * global_step)
+            batch = self._prepare(self.training.seed + _SEEDS_APART * global_step)
         mask = batch.tensors["response_mask"]
         groups = groups_of(batch.uids, batch.tensors["token_level_scores"], mask)
         buckets = split_groups(groups.reward_std, settings.bucket_mode, settings.num_buckets)
         if settings.bucket_mode == "quantile" and len(groups) > 1 and len(np.unique(groups.reward_std)) == 1:
             logger.warning("every group has the same reward deviation, so the quantile buckets say nothing")
-        number_of = {group: number for number, members in enumerate(buckets.values()) for group in members}
-        buckets_of_rows = torch.tensor([number_of[group] for group in groups.group_of_row.tolist()])
-        numbers = batch.measure({BUCKET_KEY: buckets_of_rows}, {NUM_BUCKETS_KEY: len(buckets)})[0]
+        bucket_of_group = {group: index for index, members in enumerate(buckets.values()) for group in members}
+        bucket_of_row = torch.tensor([bucket_of_group[group] for group in groups.group_of_row.tolist()])
+        numbers = batch.measure({BUCKET_KEY: bucket_of_row}, {NUM_BUCKETS_KEY: len(buckets)})[0]
         tokens = mask.sum(-1).numpy()
         record = analysis.GradientAnalysis(
             bucket_mode=settings.bucket_mode,
@@ -192,10 +195,10 @@ class BucketAnalysis(Reporter):
             buckets=bucket_records(numbers, buckets, groups, tokens),
             task_cosines=bucket_cosines(numbers),
             groups=group_table(buckets, groups),
-            **self._about(global_step, numbers, start),
+            **self._shared_fields(global_step, numbers, start),
         )
         record = self._write(record, analysis_metrics(record))
-        log_group_table(self.about.trackers, record)
+        log_group_table(self.training.trackers, record)
         return record.metrics
 
 
@@ -211,7 +214,7 @@ class QuartileReporter(Reporter):
         arrays["responses"] = batch.tensors["responses"].numpy()
         mask = batch.tensors["response_mask"].bool().numpy()
         quartiles = assign(arrays["old_log_probs"], mask, self.settings.split)
-        sampled = sample_tokens(quartiles, self.settings.num_tokens, self.about.seed + global_step)
+        sampled = sample_tokens(quartiles, self.settings.num_tokens, self.training.seed + global_step)
         numbers = torch.full(quartiles.shape, -1)
         for number, (row, position) in enumerate(sampled.tolist()):
             numbers[row, position] = number
@@ -225,7 +228,7 @@ class QuartileReporter(Reporter):
             split=self.settings.split,
             num_rows=len(quartiles),
             **record_fields(ranks, arrays, quartiles, sampled),
-            **self._about(global_step, ranks[0], start),
+            **self._shared_fields(global_step, ranks[0], start),
         )
         return self._write(record, quartile_metrics(record)).metrics
 

@@ -13,9 +13,9 @@ from ..core.gradients import GradientSpace
 from ..core.step import LossReplay, Outputs, Recorded, Scheduled, TrainingStep
 
 _EVERY = 8  # optimizer steps between two references
-_WINDOW = 32  # last norms, whose median says what an ordinary step is
+_WINDOW = 32  # last norms, whose median an ordinary step's norm is compared with
+_ORDINARY = 1.5  # times that median: a step of a larger norm gives no reference
 _MEASURED = 8  # references whose norms after the backward and at the step are remembered
-_ORDINARY = 1.5  # times their median: a step of a larger norm gives no reference
 
 
 class Measured(NamedTuple):
@@ -96,20 +96,26 @@ class ReferenceKeeper:
                 self.is_wanted = False
 
     def end(self, step: Any, norm: float, number: int, is_spike: bool) -> None:
-        """Keep the first micro-batch if the step was ordinary. Steps that cannot be kept have no ``kept``."""
-        make = None if isinstance(step, Scheduled) else getattr(step, "kept", None)  # a pipeline's step is not kept
+        """Keep the first micro-batch if the step was ordinary."""
         is_ordinary = norm > 0 and (not self._norms or norm <= _ORDINARY * statistics.median(self._norms))
-        if self.is_wanted and not is_spike and is_ordinary and make is not None and step.num_micro_batches:
-            kept = make()
-            if kept is not None:
-                is_whole = not step.reduces_once and bool(self._squares)
-                if is_whole:
-                    self._measured.append(Measured(norm, self._squares[0], self._squares[-1]))
-                measured = tuple(self._measured) if is_whole else ()
-                self.reference = Reference(kept, number, norm, step.num_micro_batches, measured)
-        if not is_spike and norm > 0:
+        if self.is_wanted and is_ordinary and not is_spike:
+            self._keep(step, norm, number)
+        if norm > 0 and not is_spike:
             self._norms.append(norm)
         self._squares = []
+
+    def _keep(self, step: Any, norm: float, number: int) -> None:
+        """Keep the step's first micro-batch, unless it cannot be run alone, as of a pipeline's step."""
+        if isinstance(step, Scheduled) or not hasattr(step, "kept") or not step.num_micro_batches:
+            return
+        kept = step.kept()
+        if kept is None:
+            return
+        measured: tuple[Measured, ...] = ()
+        if self._squares and not step.reduces_once:
+            self._measured.append(Measured(norm, self._squares[0], self._squares[-1]))
+            measured = tuple(self._measured)
+        self.reference = Reference(kept, number, norm, step.num_micro_batches, measured)
 
 
 def with_live_loss(step: LossReplay) -> Any:
@@ -130,15 +136,16 @@ class _LossRecorded(Recorded):
     def from_step(cls, step: Any, micro_batch: int) -> "_LossRecorded":
         recorded = step.recorded(micro_batch)
         found = cls(recorded.rng, step=step, micro_batch=micro_batch)
-        vars(found).update(vars(recorded))
+        vars(found).update(vars(recorded))  # log_prob, which a forward sets, included
         return found
 
     def pull(self, selected: torch.Tensor | None) -> Any:
+        """Return a function of the outputs that runs the backward, in place of coefficients for one."""
         return self._backward
 
     def _backward(self, outputs: Outputs, unit: float = 1.0) -> None:
-        given = Outputs(outputs.log_prob, None if self.entropy is None else outputs.entropy)
-        roots = [self.step.loss_under(self.micro_batch, given, {}, {}) * self.step.loss_factor]
+        inputs = Outputs(outputs.log_prob, None if self.entropy is None else outputs.entropy)
+        roots = [self.step.loss_under(self.micro_batch, inputs, {}, {}) * self.step.loss_factor]
         grads = [torch.ones_like(roots[0])]
         if outputs.auxiliary is not None and self.auxiliary_coefficient is not None:
             roots.append(outputs.auxiliary)

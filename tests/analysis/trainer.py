@@ -115,7 +115,7 @@ def analyse(
     metrics, timing = {}, {}
     ends = trainer.gradloc.analyze(trainer, batch, metrics, timing)
     analysis = trainer.analysis.buckets or trainer.analysis.quartiles
-    folder = Path(analysis.about.root) / f"{kind}_analysis"
+    folder = Path(analysis.training.root) / f"{kind}_analysis"
     return {
         "ends": ends,
         "metrics": metrics,
@@ -123,7 +123,7 @@ def analyse(
         "files": sorted(path.name for path in folder.iterdir()),
         "record": json.loads((folder / "step_1.json").read_text()),
         "tables": [name for tables, *_ in trainer.wandb.logged for name in tables],
-        "vital": [error.__name__ for error in analysis.about.vital],
+        "vital": [error.__name__ for error in analysis.training.vital],
         "batch_is_same": list(before) == list(batch.batch.keys())
         and all(torch.equal(before[key].nan_to_num(), batch.batch[key].nan_to_num()) for key in before),
         "old_log_probs": batch.batch["old_log_probs"].tolist(),
