@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on a search's cost, and the settings' defaults. Imports no torch, since ``gradloc check`` reads it."""
+"""Limit a search's cost, and give the settings' defaults. Imports no torch, since ``gradloc check`` reads it."""
 
 import math
 import time
@@ -44,6 +44,7 @@ class Limit:
         """The limit in f."""
         self.seconds = max_steps * max(least / update * (update_seconds or math.inf), _LEAST_SECONDS)
         self._by_time = self.words = f"what search.max_steps={max_steps:g} allows is spent"
+        """``words``: why a search ends, once nothing is left."""
         if budget:
             self.most = PROBE * budget * max(1.0, num_micro_batches / _MICRO_BATCHES)
             self.seconds = max(self.seconds, _LEAST_BISECTION_SECONDS)
@@ -52,12 +53,19 @@ class Limit:
         self._started = time.perf_counter()
 
     def allow(self, cost: float, seconds: float) -> None:
-        """Allow what was spent on a question that comes before the search: f, the same on all ranks, and time."""
+        """Raise the limit by the cost of a question that comes before the search.
+
+        Args:
+            cost: in f, the same on all ranks.
+            seconds: on this rank.
+        """
         self.most += cost
         self._started += seconds
 
     def left(self, prober: "Prober", certificate: int, counts_time: bool = True) -> float:
-        """Return what may still be spent, in f. All ranks ask together, and the slowest one's clock counts.
+        """Return what may still be spent, in f, and set :attr:`words` where time is shorter than passes.
+
+        All ranks call this together, and the slowest one's clock counts.
 
         Args:
             prober: whose cost counts.
