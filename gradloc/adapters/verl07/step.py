@@ -19,7 +19,7 @@ from ...core.ranks import Ranks
 from ...core.step import ByRow, Details, LossReplay, Outputs, backward_factor
 from ...keys import ROW_KEY
 from ...private_api import replaced
-from ..verl_common.losses import ActorLoss, Averages, changed, setting_of, weights_of
+from ..verl_common.losses import ActorLoss, AnalysedLoss, changed, setting_of, token_weights
 
 
 class VerlStep(LossReplay, ByRow):
@@ -93,7 +93,7 @@ class ActorStep(VerlStep, ActorLoss):
     def details(self, micro_batch: int) -> Details:
         config, mask = self.config, self._mask(micro_batch)
         mode, sizes = config.loss_agg_mode, config.global_batch_info
-        weights = weights_of(mask, lambda token_losses: core_algos.agg_loss(token_losses, mask, mode, **sizes))
+        weights = token_weights(mask, lambda token_losses: core_algos.agg_loss(token_losses, mask, mode, **sizes))
         weights = weights * self.loss_scale_factor(micro_batch) / self.num_ranks
         return Details(self._old_log_prob(micro_batch), weights)
 
@@ -138,7 +138,7 @@ class ActorStep(VerlStep, ActorLoss):
         return self.micro_batches[micro_batch].inputs["old_log_probs"].to(recorded.device)
 
 
-class AnalysedActorStep(ActorStep, Averages):
+class AnalysedActorStep(ActorStep, AnalysedLoss):
     """A whole batch as one mini-batch without an optimizer step, cut into training's micro-batches.
 
     Args:
@@ -210,7 +210,7 @@ class CriticStep(VerlStep):
 
     def details(self, micro_batch: int) -> Details:
         mask, mode = self._mask(micro_batch), self.config.loss_agg_mode
-        weights = weights_of(mask, lambda losses: 0.5 * core_algos.agg_loss(losses, mask, mode))
+        weights = token_weights(mask, lambda losses: 0.5 * core_algos.agg_loss(losses, mask, mode))
         old = self.micro_batches[micro_batch].inputs["values"]
         return Details(old, weights * self.loss_scale_factor(micro_batch) / self.num_ranks)
 

@@ -108,7 +108,7 @@ class BatchUpdate(WorkersUpdate):
 
 
 class TrainerHook(TrainerFeatures):
-    """The hook; methods are the moments of a step, in order."""
+    """Hook that the patched trainer calls at each step, in the order of the methods."""
 
     def begin_step(self, batch: Any, tracking: Any) -> None:
         """Name every sequence of verl's DataProto, before the rollouts of a prompt are reordered."""
@@ -141,7 +141,7 @@ class TrainerHook(TrainerFeatures):
 
 
 class WatchedRayTrainer(Checkpointed):
-    """Mixin before verl's trainer."""
+    """Hooks around the updates of verl's trainer; the class is mixed in before it."""
 
     def _update_actor(self, batch: Any) -> Any:
         update = BatchUpdate(self, _ACTOR, batch, super()._update_actor)
@@ -184,10 +184,10 @@ class RayTrainerAnalyses(VerlAnalyses):
             batch, rewards and extras of the rows kept.
         """
         uids, mask = batch.non_tensor_batch["uid"], batch.batch["response_mask"]
-        is_kept = self.kept_rows(uids, rewards, mask, _num_ranks(trainer), metrics)
+        is_kept = self.kept_rows(uids, rewards, mask, _row_divisor(trainer), metrics)
         if is_kept is None:
             return batch, rewards, extras
-        batch.batch["token_level_scores"] = rewards  # travels with the rows; fit() sets it to the same later
+        batch.batch["token_level_scores"] = rewards  # selected with the other tensors; fit() sets the same later
         batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
         batch = batch.select_idxs(np.flatnonzero(is_kept))
         if trainer.config.trainer.balance_batch:
@@ -199,7 +199,7 @@ class RayTrainerAnalyses(VerlAnalyses):
     def ask(
         self, update: WorkersUpdate, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Deal the rows that the actor needs out to the ranks evenly."""
+        """Ask by verl's own call for an update. Rows that fill up the ranks are marked as such."""
         batch, trainer = update.batch, update.trainer
         data = batch.select([key for key in _ACTOR_KEYS if key in batch.batch.keys()], [], [])
         tensors = {**tensors, ROW_KEY: torch.arange(len(data))}
@@ -231,17 +231,17 @@ class RayTrainerAnalyses(VerlAnalyses):
         twin = twin_of(trainer, changes)
         twin.train_dataloader = [prompts]
         twin.val_reward_fn = None
-        # fit() counts from what the checkpoint says to the step that comes after it
+        # fit() begins at the step after the checkpoint's
         twin._load_checkpoint = lambda: setattr(twin, "global_steps", trainer.global_steps - 1)
         twin.gradloc = copy.copy(trainer.gradloc)
-        twin.gradloc.begin_fit = lambda tracking: None  # the twin's has no trackers, and the trainer's is begun
+        twin.gradloc.begin_fit = lambda tracking: None  # the trainer's own has begun, with its trackers
         twin.gradloc.analyze = lambda trainer, batch, *_: hand_over(batch)
         twin._update_critic = hand_over
         return prepared_by(twin.fit)
 
 
-def _num_ranks(trainer: Any) -> int:
-    """Return the number that the rows must be a multiple of."""
+def _row_divisor(trainer: Any) -> int:
+    """Return the number that a batch's rows must be a multiple of, so that each rank gets as many."""
     sizes = [trainer._get_dp_size(trainer.actor_rollout_wg, "actor")]
     if trainer.use_critic:
         sizes.append(trainer._get_dp_size(trainer.critic_wg, "critic"))

@@ -44,11 +44,11 @@ from ...stabilize.ratio_clip import TokenWeigher
 from ..verl_common.losses import (
     WEIGHTS,
     ActorLoss,
-    Averages,
+    AnalysedLoss,
     changed,
-    is_of_micro_batch,
+    ignores_mini_batch_size,
     setting_of,
-    weights_of,
+    token_weights,
 )
 
 
@@ -180,7 +180,9 @@ class EngineStep(ActorLoss, ByRow):
         mask, data, config = self.token_mask(micro_batch), self.micro_batches[micro_batch].inputs, self.config
         sizes = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
         sizes["loss_scale_factor"] = config.loss_scale_factor
-        weights = weights_of(mask, lambda losses: self.factor * agg_loss(losses, mask, config.loss_agg_mode, **sizes))
+        weights = token_weights(
+            mask, lambda losses: self.factor * agg_loss(losses, mask, config.loss_agg_mode, **sizes)
+        )
         # this verl's loss always takes the old log-probs that came with the batch
         return Details(padded(data[self.old]).to(get_device_id()), weights / self.num_ranks)
 
@@ -265,7 +267,7 @@ class EngineStep(ActorLoss, ByRow):
         return self.micro_batches[micro_batch].inputs.to(get_device_id())
 
 
-class AnalysedEngineStep(EngineStep, Averages):
+class AnalysedEngineStep(EngineStep, AnalysedLoss):
     """A whole batch as one mini-batch without an optimizer step, cut into training's micro-batches.
 
     Args:
@@ -309,7 +311,7 @@ class AnalysedEngineStep(EngineStep, Averages):
         return values.flatten() if name == BUCKET_KEY else values[:, :length]
 
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
-        if term == "task" and is_of_micro_batch(self.config):
+        if term == "task" and ignores_mini_batch_size(self.config):
             return 1.0 / self.num_ranks, False
         mask = self.token_mask(micro_batch)
         if mode == "token-mean":  # verl averages over the tokens of the whole mini-batch

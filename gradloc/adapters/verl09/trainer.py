@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's V1 trainers with the driver's side of GradLoc: policies sent with a batch, the ranks' reports asked for.
+"""Add the driver's side of GradLoc to verl's V1 trainers: send policies with a batch, ask for the ranks' reports.
 
-A batch is in verl's TransferQueue. As the driver sees it, it is padded, and fetched when it is asked for.
+A batch is in verl's TransferQueue; the driver's view of it is padded, and fetched when it is read.
 
 Shapes: R rows, P prompt and T response positions.
 """
@@ -235,12 +235,12 @@ def _add_to(metrics: dict[str, Any], update_metrics: dict[str, Any]) -> None:
     metrics.update(reduce_metrics(lists))
 
 
-class _Ended(Exception):
-    """Ends the run (``exit_after_gradient_analysis``); carries the step's metrics."""
+class _RunEnded(Exception):
+    """Ends the run after an analysis (``exit_after_gradient_analysis``); carries the step's metrics."""
 
 
 class _Watched(Checkpointed):
-    """Mixin before one of verl's trainer classes."""
+    """Hooks of GradLoc in a trainer; the class is mixed in before one of verl's."""
 
     def __init__(self, config: Any):
         self.gradloc = TrainerSide(config)
@@ -270,19 +270,20 @@ class _Watched(Checkpointed):
     def fit(self, agent_loop_manager: Any) -> None:
         try:
             super().fit(agent_loop_manager)
-        except _Ended as ended:
-            self.logger.log(data=ended.args[0], step=self.global_steps)
+        except _RunEnded as ended:
+            (metrics,) = ended.args
+            self.logger.log(data=metrics, step=self.global_steps)
             self._shutdown_dump_executor()
 
-    def _balance_batch(self, batch: Any, metrics: dict, *args: Any, **given: Any) -> Any:
+    def _balance_batch(self, batch: Any, metrics: dict, *args: Any, **kwargs: Any) -> Any:
         if self.gradloc.analysis is not None:
             batch = self.gradloc.analysis.filter(batch, metrics)
-        return super()._balance_batch(batch, metrics, *args, **given)
+        return super()._balance_batch(batch, metrics, *args, **kwargs)
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-        parts = self.gradloc
-        is_read = bool(parts.drivers) or parts.monitor is not None
-        with parts.seen.watching(batch, parts.critic is not None) if is_read else nullcontext():
+        needs_facts = bool(self.gradloc.drivers) or self.gradloc.monitor is not None
+        has_critic = self.gradloc.critic is not None
+        with self.gradloc.seen.watching(batch, has_critic) if needs_facts else nullcontext():
             batch = super()._compute_advantage(batch, metrics)
         self.gradloc.reweight(QueueUpdate(self, _ACTOR, batch), metrics)
         return batch
@@ -299,7 +300,7 @@ class _Watched(Checkpointed):
         if self.gradloc.analysis is not None:
             update.watch()
             if self.gradloc.analysis.run(update, metrics, getattr(self, "timing_raw", {})):
-                raise _Ended(metrics)
+                raise _RunEnded(metrics)
         if not self.gradloc.is_in_update:
             return update.original(metrics)
         _add_to(metrics, self.gradloc.update_actor(update))
@@ -317,9 +318,11 @@ def watch_trainers() -> None:
         registry[name] = extended(trainer, _Watched)
 
 
-_PER_TOKEN = (*(each.tensor for each in STORED.values() if each.tensor and ACTOR in each.losses), "rm_scores")
-_OF_CRITIC = ("values", "returns")
+# verl's names of fields in its queue
 _SCORES, _TEACHER = "rm_scores", "teacher_logprobs"
+_TOKEN_FIELDS = (*(column.tensor for column in STORED.values() if column.tensor and ACTOR in column.losses), _SCORES)
+_CRITIC_FIELDS = ("values", "returns")
+_FACT_FIELDS = ("response_mask", "advantages", *_CRITIC_FIELDS, _SCORES)
 _LABELS = ("uid", "data_source", "index")
 
 
@@ -341,14 +344,13 @@ def view_of(
 ) -> BatchView:
     """Return the view of verl's ``KVBatchMeta``: a critic's with values and returns, distillation's with the teacher's
     log-probs. Facts that ``seen`` has of its rows are not fetched."""
-    per_token = (*_PER_TOKEN, *_OF_CRITIC) if is_critics else _PER_TOKEN
-
+    token_fields = (*_TOKEN_FIELDS, *_CRITIC_FIELDS) if is_critics else _TOKEN_FIELDS
     teacher = [_TEACHER] if is_distilled else []
 
     @cache
     def whole() -> tuple[dict[str, torch.Tensor], dict[str, Sequence[Any]]]:
-        rows = fetch(batch, ["prompts", "responses", "position_ids", *per_token, *_LABELS, *teacher])
-        return _tensors(rows, per_token), _labels(batch, rows)
+        rows = fetch(batch, ["prompts", "responses", "position_ids", *token_fields, *_LABELS, *teacher])
+        return _tensors(rows, token_fields), _labels(batch, rows)
 
     def facts() -> RowFacts:
         known = None if seen is None else seen.facts(batch, is_critics)
@@ -362,12 +364,8 @@ def view_of(
     return BatchView(_Lazy(lambda: whole()[0], {}), labels, is_critics, is_distilled, None if is_distilled else facts)
 
 
-_FACT_FIELDS = ("response_mask", "advantages", "values", "returns", _SCORES)
-"""Fields that :func:`_facts` reads."""
-
-
 def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
-    """Return the rows' facts, read off verl's nested tensors."""
+    """Read the rows' facts off verl's nested tensors, ``_FACT_FIELDS``."""
     mask, scores = rows["response_mask"], rows[_SCORES] if _SCORES in rows.keys() else None
     if not is_critics:
         return RowFacts.from_nested(mask, rows["advantages"], scores)
@@ -376,8 +374,10 @@ def _facts(rows: Mapping[str, Any], is_critics: bool) -> RowFacts:
 
 
 class SeenRows:
-    """Facts of a step's rows, from what verl itself reads and writes in its queue to compute advantages: a healthy step
-    fetches nothing more."""
+    """Keeps facts of a step's rows from what verl reads and writes in its queue to compute advantages.
+
+    So a healthy step fetches nothing more.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -394,17 +394,18 @@ class SeenRows:
         self.forget()
         rows: dict[str, Any] = {}
 
-        def kv_batch_get(*args: Any, **given: Any) -> Any:
-            found = tq.kv_batch_get(*args, **given)
+        def kv_batch_get(*args: Any, **kwargs: Any) -> Any:
+            found = tq.kv_batch_get(*args, **kwargs)
             rows.update({name: found[name] for name in (*_FACT_FIELDS, "uid") if name in found.keys()})
             return found
 
-        def kv_batch_put(*args: Any, **given: Any) -> Any:
-            rows.update({name: given["fields"][name] for name in _FACT_FIELDS if name in given["fields"].keys()})
-            return tq.kv_batch_put(*args, **given)
+        def kv_batch_put(*args: Any, **kwargs: Any) -> Any:
+            fields = kwargs["fields"]
+            rows.update({name: fields[name] for name in _FACT_FIELDS if name in fields.keys()})
+            return tq.kv_batch_put(*args, **kwargs)
 
-        passing = SimpleNamespace(**{**vars(tq), "kv_batch_get": kv_batch_get, "kv_batch_put": kv_batch_put})
-        with replaced(trainer_base, tq=passing):
+        noting = SimpleNamespace(**{**vars(tq), "kv_batch_get": kv_batch_get, "kv_batch_put": kv_batch_put})
+        with replaced(trainer_base, tq=noting):
             yield
         try:
             models = (False, True) if has_critic else (False,)
@@ -415,24 +416,24 @@ class SeenRows:
             self.forget()
 
     def facts(self, batch: Any, is_critics: bool) -> RowFacts | None:
-        """Return the facts of these rows, in their order; None for rows that verl did not read."""
-        places = self._places(batch)
-        return None if places is None or is_critics not in self._known else self._known[is_critics].chosen(places)
+        """Return the facts of the batch's rows, in their order; None for rows that verl did not read."""
+        indices = self._indices(batch)
+        return None if indices is None or is_critics not in self._known else self._known[is_critics].at(indices)
 
     def uids(self, batch: Any) -> list[str] | None:
-        """Return the rows' prompts; None for rows that verl did not read."""
-        places = self._places(batch)
-        return None if places is None else [self._uids[place] for place in places.tolist()]
+        """Return the name of each row's prompt; None for rows that verl did not read."""
+        indices = self._indices(batch)
+        return None if indices is None else [self._uids[index] for index in indices.tolist()]
 
-    def _places(self, batch: Any) -> torch.Tensor | None:
-        place = {key: number for number, key in enumerate(self._keys)}
-        if not place or not place.keys() >= set(batch.keys):
+    def _indices(self, batch: Any) -> torch.Tensor | None:
+        index_of_key = {key: index for index, key in enumerate(self._keys)}
+        if not index_of_key or not index_of_key.keys() >= set(batch.keys):
             return None
-        return torch.tensor([place[key] for key in batch.keys])
+        return torch.tensor([index_of_key[key] for key in batch.keys])
 
 
 class _Lazy(Mapping[str, Any]):
-    """A mapping that is fetched when first read; reading a key of ``parts`` fetches that part alone."""
+    """A mapping that is fetched when it is read; reading a key of ``parts`` fetches that part alone."""
 
     def __init__(self, whole: Callable[[], Mapping[str, Any]], parts: Mapping[str, Callable[[], Mapping[str, Any]]]):
         self._whole, self._parts = whole, parts
@@ -447,22 +448,23 @@ class _Lazy(Mapping[str, Any]):
         return len(self._whole())
 
 
-def _tensors(rows: Any, per_token: Sequence[str]) -> dict[str, torch.Tensor]:
+def _tensors(rows: Any, token_fields: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Pad verl's nested tensors: prompts on the left, responses on the right."""
     prompts, responses = rows["prompts"], rows["responses"]
-    lengths = prompts.offsets().diff(), responses.offsets().diff()
-    prompt_width = int(lengths[0].max())
-    left = torch.arange(prompt_width) >= prompt_width - lengths[0].unsqueeze(1)
-    right = torch.arange(int(lengths[1].max())) < lengths[1].unsqueeze(1)
-    attention_mask = torch.cat([left, right], 1).long()
+    prompt_lengths, response_lengths = prompts.offsets().diff(), responses.offsets().diff()
+    prompt_width = int(prompt_lengths.max())
+    is_prompt = torch.arange(prompt_width) >= prompt_width - prompt_lengths.unsqueeze(1)
+    is_response = torch.arange(int(response_lengths.max())) < response_lengths.unsqueeze(1)
+    attention_mask = torch.cat([is_prompt, is_response], 1).long()
     input_ids = torch.zeros_like(attention_mask)
-    input_ids[:, :prompt_width][left] = prompts.values()
-    input_ids[:, prompt_width:][right] = responses.values()
+    input_ids[:, :prompt_width][is_prompt] = prompts.values()
+    input_ids[:, prompt_width:][is_response] = responses.values()
     tensors = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": _positions(rows["position_ids"], attention_mask, prompt_width - lengths[0]),
+        "position_ids": _positions(rows["position_ids"], attention_mask, prompt_width - prompt_lengths),
         "responses": input_ids[:, prompt_width:],
-        **{name: padded(rows[name]) for name in per_token if name in rows.keys()},
+        **{name: padded(rows[name]) for name in token_fields if name in rows.keys()},
     }
     if _TEACHER in rows.keys():
         tensors["teacher_log_probs"] = no_padding_2_padding(rows[_TEACHER], rows).squeeze(-1)
@@ -477,8 +479,8 @@ def _positions(nested: torch.Tensor, attention_mask: torch.Tensor, starts: torch
     if rows[0].dim() == 1:
         return (attention_mask.cumsum(1) - 1).clamp(min=0)
     positions = rows[0].new_zeros(len(rows), rows[0].shape[0], attention_mask.shape[1])
-    for row, start, given in zip(positions, starts.tolist(), rows, strict=True):
-        row[:, start : start + given.shape[1]] = given
+    for padded_row, start, row in zip(positions, starts.tolist(), rows, strict=True):
+        padded_row[:, start : start + row.shape[1]] = row
     return positions
 
 

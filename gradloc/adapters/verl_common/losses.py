@@ -23,6 +23,17 @@ from ...stabilize.ratio_clip import TokenWeigher
 
 ALPHA = 0.3
 """The alpha of Advantage Reweighting that the advice names."""
+WEIGHTS = "rollout_is_weights"
+"""verl's name of the factors on token losses: its rollout correction's, and those of our clips on ratios."""
+_MAX_WEIGHT = 1.5
+"""The bound that the cure ``truncate`` sets on the weights of the rollout correction."""
+CORRECTIONS = ("weigh_tokens", *OF_MASK)
+"""Cures that are verl's own rollout correction."""
+_CORRECTION = "algorithm.rollout_correction."
+_DIVIDING = ("grpo", "grpo_vectorized")
+"""verl's advantage estimators that may divide by a group's standard deviation."""
+_BY_SCORES = (*_DIVIDING, "rloo", "rloo_vectorized")
+"""Advantage estimators whose advantages stay the same when tokens leave the loss."""
 _BY_SEQUENCE = "seq-mean-token-mean"
 
 
@@ -50,12 +61,6 @@ def setting_of(config: Any, name: str) -> Any:
     return config
 
 
-_DIVIDING = ("grpo", "grpo_vectorized")
-"""verl's advantage estimators that may divide by a group's standard deviation."""
-_BY_SCORES = (*_DIVIDING, "rloo", "rloo_vectorized")
-"""Advantage estimators whose advantages stay the same when tokens leave the loss."""
-
-
 def estimator_of(algorithm: Any) -> str:
     """Return verl's name of the advantage estimator in the trainer's ``algorithm`` block."""
     return str(getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator))
@@ -64,7 +69,7 @@ def estimator_of(algorithm: Any) -> str:
 def advantage_groups(
     batch: BatchView, algorithm: Any, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
 ) -> Groups | None:
-    """Return how the batch's advantages were made; None where it has none.
+    """Return how the batch's advantages were computed; None where it has none.
 
     Args:
         batch: the batch that is about to be trained on.
@@ -83,24 +88,26 @@ def advantage_groups(
         return groups
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    uids, scores = np.array(uids), facts.rewards.float().unsqueeze(1)
-    given = {"response_mask": torch.ones_like(scores), "index": uids}
-    is_divided = bool(algorithm.norm_adv_by_std_in_grpo)
-    estimate = partial(get_adv_estimator_fn(estimator), **given)
+    estimate, index = get_adv_estimator_fn(estimator), np.array(uids)
+    scores = facts.rewards.float().unsqueeze(1)  # of one position, in place of a row's tokens
+    mask = torch.ones_like(scores)
 
     def advantages(divides: bool) -> torch.Tensor:
-        return estimate(token_level_rewards=scores.clone(), norm_adv_by_std_in_grpo=divides)[0].squeeze(1)
+        rewards = scores.clone()
+        found = estimate(token_level_rewards=rewards, response_mask=mask, index=index, norm_adv_by_std_in_grpo=divides)
+        return found[0].squeeze(1)
 
+    is_divided = bool(algorithm.norm_adv_by_std_in_grpo)
     present, other = advantages(is_divided), advantages(not is_divided)
-    is_filled = facts.num_tokens > 0
-    if not torch.allclose(facts.signal[is_filled], present[is_filled], rtol=1e-4, atol=1e-6):
-        return groups  # they were changed after the estimator had made them
+    has_tokens = facts.num_tokens > 0
+    if not torch.allclose(facts.signal[has_tokens], present[has_tokens], rtol=1e-4, atol=1e-6):
+        return groups  # something changed the advantages after the estimator
     return replace(groups, is_divided=is_divided, other_advantages=tuple(other.tolist()))
 
 
 def tensors_under(
     name: str,
-    held: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     log_prob: torch.Tensor,
     rows: Sequence[int],
     groups: Groups | None,
@@ -111,27 +118,27 @@ def tensors_under(
 
     Args:
         name: the cure's name.
-        held: the micro-batch's tensors (B, T), by verl's names.
+        tensors: the micro-batch's tensors (B, T), by verl's names.
         log_prob: log-probs (B, T) of the step's forward.
         rows: the rows' numbers on the driver.
-        groups: how advantages were made, from the driver.
+        groups: how advantages were computed, from the driver.
         has_ratio_clips: whether ``token_clip`` or ``seq_clip`` weigh the micro-batch's tokens.
         trainer: the trainer's name in the advice.
     """
-    if "advantages" not in held or groups is None or len(rows) != len(log_prob):
+    if "advantages" not in tensors or groups is None or len(rows) != len(log_prob):
         return None
     if name in CORRECTIONS:
-        return _corrected(loss_settings(options_of(name, trainer)[""]), held)
-    if name in _BY_WEIGHTS:
-        weights = _BY_WEIGHTS[name](held, log_prob, has_ratio_clips)
+        return _corrected(loss_settings(options_of(name, trainer)[""]), tensors)
+    if name in _WEIGHT_CURES:
+        weights = _WEIGHT_CURES[name](tensors, log_prob, has_ratio_clips)
         return None if weights is None else {WEIGHTS: weights}
-    advantages = held["advantages"]
+    advantages = tensors["advantages"]
     if name == "reweight" and not groups.is_reweighted:
-        return {"advantages": reweight(advantages, held["old_log_probs"], ALPHA)}
+        return {"advantages": reweight(advantages, tensors["old_log_probs"], ALPHA)}
     toggle = "mean_only" if groups.is_divided else "divide"
     if name == toggle and groups.other_advantages:
         other = advantages.new_tensor([groups.other_advantages[row] for row in rows])
-        return {"advantages": other.unsqueeze(1) * held[MASK]}
+        return {"advantages": other.unsqueeze(1) * tensors[MASK]}
     return None
 
 
@@ -140,57 +147,49 @@ def _beyond_the_loss(algorithm: Any, estimator: str) -> frozenset[str]:
     correction = algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode"):  # the loss itself corrects
         return frozenset(CORRECTIONS)
-    own = ("rollout_rs", "rollout_token_veto_threshold", "rollout_is_batch_normalize")
-    has_own = any(correction.get(name) for name in own)
+    own_settings = ("rollout_rs", "rollout_token_veto_threshold", "rollout_is_batch_normalize")
+    has_own = any(correction.get(name) for name in own_settings)
     is_safe = estimator in _BY_SCORES and not algorithm.use_kl_in_reward and not has_own
     return frozenset() if is_safe else frozenset(OF_MASK)
 
 
-WEIGHTS = "rollout_is_weights"
-"""verl's name of the factors on token losses: its rollout correction's, and those of our clips on ratios."""
-_MAX_WEIGHT = 1.5
-"""The bound that the cure ``truncate`` sets on the weights of the rollout correction."""
-CORRECTIONS = ("weigh_tokens", *OF_MASK)
-"""Cures that are verl's own rollout correction."""
-_CORRECTION = "algorithm.rollout_correction."
-
-
-def _corrected(settings: Mapping[str, Any], held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+def _corrected(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Return the weights, or the mask, of verl's rollout correction with these settings; None where it cannot apply."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
 
-    given = {name.removeprefix(_CORRECTION): each for name, each in settings.items() if name.startswith(_CORRECTION)}
-    if "rollout_log_probs" not in held or (WEIGHTS in held and "rollout_is" in given):
+    changes = {name.removeprefix(_CORRECTION): each for name, each in settings.items() if name.startswith(_CORRECTION)}
+    if "rollout_log_probs" not in tensors or (WEIGHTS in tensors and "rollout_is" in changes):
         return None
-    if not held[MASK].any():  # rows that fill a batch up, which verl's function refuses
-        return {WEIGHTS: torch.ones_like(held["old_log_probs"])} if "rollout_is" in given else {MASK: held[MASK]}
-    weights, mask, _ = correct(held["old_log_probs"], held["rollout_log_probs"], held[MASK], **given)
+    old_log_probs, mask = tensors["old_log_probs"], tensors[MASK]
+    if not mask.any():  # rows that fill a batch up, which verl's function refuses
+        return {WEIGHTS: torch.ones_like(old_log_probs)} if "rollout_is" in changes else {MASK: mask}
+    weights, mask, _ = correct(old_log_probs, tensors["rollout_log_probs"], mask, **changes)
     return {MASK: mask} if weights is None else {WEIGHTS: weights.batch[WEIGHTS]}
 
 
-def _truncated(held: Mapping[str, torch.Tensor], *_: Any) -> torch.Tensor | None:
+def _truncated(tensors: Mapping[str, torch.Tensor], *_: Any) -> torch.Tensor | None:
     """Return the weights of the run's own correction, bounded."""
-    return held[WEIGHTS].clamp(max=_MAX_WEIGHT) if WEIGHTS in held else None
+    return tensors[WEIGHTS].clamp(max=_MAX_WEIGHT) if WEIGHTS in tensors else None
 
 
 def _clipped(
-    settings: StabilizeConfig, held: Mapping[str, torch.Tensor], log_prob: torch.Tensor, has_ratio_clips: bool
+    settings: StabilizeConfig, tensors: Mapping[str, torch.Tensor], log_prob: torch.Tensor, has_ratio_clips: bool
 ) -> torch.Tensor | None:
     """Return the weights that our clips on ratios give; None where they are on, or there are no rollout log-probs."""
-    if has_ratio_clips or "rollout_log_probs" not in held:
+    if has_ratio_clips or "rollout_log_probs" not in tensors:
         return None
-    return TokenWeigher(settings).token_weights(held, log_prob, held.get(WEIGHTS), {})
+    return TokenWeigher(settings).token_weights(tensors, log_prob, tensors.get(WEIGHTS), {})
 
 
-_BY_WEIGHTS: dict[str, Callable[..., torch.Tensor | None]] = {
+_WEIGHT_CURES: dict[str, Callable[..., torch.Tensor | None]] = {
     "truncate": _truncated,
     "clip_tokens": partial(_clipped, StabilizeConfig(token_clip=TokenClipConfig(mode="clamp"))),
     "clip_sequences": partial(_clipped, StabilizeConfig(seq_clip=SeqClipConfig(mode="clamp"))),
 }
-"""By cure, the function of its weights on token losses. It returns None where the cure is on, or lacks a tensor."""
+"""Cure -> function of its weights on token losses; None where the run has the cure already, or lacks a tensor."""
 
 
-def aggregation_of(config: Any) -> str:
+def aggregation_mode(config: Any) -> str:
     """Return how the policy loss of verl's actor config averages tokens.
 
     In some releases some losses average over sequences whatever ``loss_agg_mode`` says.
@@ -199,15 +198,14 @@ def aggregation_of(config: Any) -> str:
     return _BY_SEQUENCE if by_token == by_sequence else config.loss_agg_mode
 
 
-def is_of_micro_batch(config: Any) -> bool:
-    """Return whether the policy loss is a mean over its micro-batch although it is given the mini-batch's size, as
-    geo_mean's is."""
+def ignores_mini_batch_size(config: Any) -> bool:
+    """Return whether the policy loss is a mean over its micro-batch whatever the mini-batch's size, like geo_mean."""
 
-    def loss_of(times: int) -> float:
+    def loss(times: int) -> float:
         sizes = {"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times}
         return _policy_loss(config, config.loss_agg_mode, **sizes)
 
-    return loss_of(1) == loss_of(2)
+    return loss(1) == loss(2)
 
 
 def _counts_empty_rows(config: Any) -> bool:
@@ -227,12 +225,12 @@ def _policy_loss(
     mask = torch.tensor(mask)
     log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]])[: len(mask)] * mask
     policy_loss = get_policy_loss_fn(config.policy_loss.get("loss_mode", "vanilla"))
-    given = {"advantages": advantages, "response_mask": mask, "loss_agg_mode": mode, "config": config}
-    return float(policy_loss(old_log_prob=log_prob, log_prob=log_prob, **given)[0])
+    inputs = {"old_log_prob": log_prob, "log_prob": log_prob, "advantages": advantages, "response_mask": mask}
+    return float(policy_loss(**inputs, loss_agg_mode=mode, config=config)[0])
 
 
 class ActorLoss(LossReplay):
-    """The loss of verl's actor under other settings; an adapter says where its tensors are."""
+    """A step of verl's actor that can compute its loss under other settings; an adapter knows where its tensors are."""
 
     config: Any
     """verl's actor config."""
@@ -257,8 +255,8 @@ class ActorLoss(LossReplay):
         return tensors_under(name, inputs, log_prob, rows, groups, self.has_ratio_clips, self.trainer_name)
 
 
-class Averages(ActorLoss):
-    """A step of verl's actor that says how its loss averages, for the analyses."""
+class AnalysedLoss(ActorLoss):
+    """A step of verl's actor that knows how its loss averages, for the analyses."""
 
     def record_forwards(self, inputs: Iterable[Any]) -> None:
         """Run a forward of each micro-batch without a graph, and record it."""
@@ -267,32 +265,33 @@ class Averages(ActorLoss):
             with torch.no_grad():
                 self.after_forward(self.forward(index))
 
-    def average(self, micro_batch: int, term: str, inside: torch.Tensor) -> tuple[float, float]:
-        """Return the share of some tokens, bool (B, T), in a term's average, and their part of the term's value.
+    def average(self, micro_batch: int, term: str, selected: torch.Tensor) -> tuple[float, float]:
+        """Return the share of selected tokens, bool (B, T), in a term's average, and their part of the term's value.
 
         Over all tokens and ranks the shares add up to 1, and the values to the batch's loss. A loss that is no sum over
         tokens has the value that it has on these tokens alone.
         """
-        mode = aggregation_of(self.config) if term == "task" else self.config.loss_agg_mode
+        mode = aggregation_mode(self.config) if term == "task" else self.config.loss_agg_mode
         mask, terms = self.token_mask(micro_batch), terms_of(self)
         weight, is_sum = self.weight_of(micro_batch, term, mode)
-        tokens, all_tokens = inside.sum(1).double(), mask.sum(1).double()
+        tokens, all_tokens = selected.sum(1).double(), mask.sum(1).double()
         if mode == "token-mean":
             share = float(tokens.sum() / all_tokens.sum())
         else:
             share = float((tokens / all_tokens.clamp(min=1)).sum() / (all_tokens > 0).sum())
-        value = self._value(micro_batch, terms["task"], inside)
+        value = self._loss_of(selected, micro_batch, terms["task"])
         if term == "task":
             is_sum = is_sum or _counts_empty_rows(self.config)
         else:
-            value = self._value(micro_batch, terms[term], inside) - value
+            value = self._loss_of(selected, micro_batch, terms[term]) - value
         return weight * share, value / self.num_ranks * (1.0 if is_sum else share)
 
-    def _value(self, micro_batch: int, settings: Mapping[str, Any], inside: torch.Tensor) -> float:
-        recorded, rng = self.recorded(micro_batch), RngState(inside.device)
+    def _loss_of(self, selected: torch.Tensor, micro_batch: int, settings: Mapping[str, Any]) -> float:
+        """Return the loss of the selected tokens alone under these settings."""
+        recorded, rng = self.recorded(micro_batch), RngState(selected.device)
         with torch.no_grad():
-            given = Outputs(recorded.log_prob, recorded.entropy)
-            loss = self.loss_under(micro_batch, given, settings, {MASK: inside.long()})
+            outputs = Outputs(recorded.log_prob, recorded.entropy)
+            loss = self.loss_under(micro_batch, outputs, settings, {MASK: selected.long()})
         rng.restore()  # some losses draw random numbers: every term has the same
         return float(loss)
 
@@ -302,7 +301,7 @@ class Averages(ActorLoss):
         constant instead of a mean, so that fewer tokens make it smaller."""
 
 
-def weights_of(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def token_weights(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return each token's weight in a loss: the derivative of verl's own aggregation, which is linear.
 
     Args:
