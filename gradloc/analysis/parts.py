@@ -282,8 +282,8 @@ class Parts:
         records = self._recorded
         coefficient, has_entropy = self._coefficient(selected)
         if all(isinstance(record.pull(None), Outputs) for record in records):  # a backward may begin at log-probs
-            of_log_probs = [_plain_log_prob(record, 1.0 / self.step.weight) for record in records]
-            log_prob_norm = self.space.norm(self.gradient(of_log_probs, selected))
+            log_probs_alone = [_plain_log_prob(record, 1.0 / self.step.weight) for record in records]
+            log_prob_norm = self.space.norm(self.gradient(log_probs_alone, selected))
             if has_entropy:
                 loss_norm = self.space.norm(self.gradient(records, selected))
             else:

@@ -76,7 +76,7 @@ class Movement(NamedTuple):
 
 
 class Movements(deque[Movement]):
-    """The last steps."""
+    """The movements of the last steps, oldest first."""
 
     def usual_settings(self) -> tuple[float, float]:
         """Return the medians of the learning rate and of weight decay over the steps before the last."""
@@ -172,7 +172,7 @@ class Updates:
             return
         try:
             self._note()
-        except Exception as error:  # training must not hear of it
+        except Exception as error:  # training goes on
             self.has_failed = True
             self.close()
             logger.warning(
@@ -181,7 +181,7 @@ class Updates:
 
     def _note(self) -> None:
         """Note the step that was just taken."""
-        # buffers change places, so that nothing is allocated; without a sample from just before, the last one serves
+        # swap buffers, so that nothing is allocated; without a sample from just before, compare with the last step's
         if self._is_present:
             self._before, self._present = self._present, self._before
         else:
@@ -235,33 +235,35 @@ class Updates:
         Returns:
             Warnings, of steps that went far and of weights that something else changed; mostly none.
         """
-        steps, self._open = [done for done, _ in self._open], []
-        answers: Sequence[torch.Tensor] = list(noted.view(len(steps), -1)) if steps else []
-        return [said for done, answer in zip(steps, answers, strict=True) if (said := self._learn(done, answer))]
+        steps, self._open = [step for step, _ in self._open], []
+        by_step: Sequence[torch.Tensor] = list(noted.view(len(steps), -1)) if steps else []
+        warnings = [self._learn(step, scalars) for step, scalars in zip(steps, by_step, strict=True)]
+        return [warning for warning in warnings if warning]
 
-    def _learn(self, done: OptimizerStep, answer: torch.Tensor) -> str:
+    def _learn(self, step: OptimizerStep, scalars: torch.Tensor) -> str:
         """Remember one step; returns its warning, mostly ""."""
-        moved, weights, then, now = answer.double().view(4, -1)
-        movements, known = self.movements, [each.size for each in self.movements]
-        relative, size = moved / weights.clamp(min=_TINY), float(moved.norm() / weights.norm().clamp(min=_TINY))
-        pairs = zip(then.tolist(), now.tolist(), strict=True)
-        changed = ((index, pair) for index, pair in enumerate(pairs) if abs(pair[1] - pair[0]) > _OUTSIDE * pair[0])
-        outside = [(index, after / before if before > 0 else math.inf) for index, (before, after) in changed]
-        are_rare = sum(bool(each.changed) for each in movements) * 2 <= len(movements)
-        rate, decay = (
-            max((_number(group.get(name, 0.0)) for group in done.groups), default=0.0)
-            for name in ("lr", "weight_decay")
-        )
-        movements.append(Movement(done.number, relative, size, rate, decay, outside))
-        if outside and are_rare and len(known) >= _LEAST:
-            index, factor = max(outside, key=lambda each: abs(math.log(max(each[1], _TINY))))
+        moved, weights, norms_after, norms_now = scalars.double().view(4, -1)
+        relative = moved / weights.clamp(min=_TINY)
+        size = float(moved.norm() / weights.norm().clamp(min=_TINY))
+        changed = []
+        for index, (after, now) in enumerate(zip(norms_after.tolist(), norms_now.tolist(), strict=True)):
+            if abs(now - after) > _OUTSIDE * after:
+                changed.append((index, now / after if after > 0 else math.inf))
+        rate = max((_number(group.get("lr", 0.0)) for group in step.groups), default=0.0)
+        decay = max((_number(group.get("weight_decay", 0.0)) for group in step.groups), default=0.0)
+        earlier = list(self.movements)
+        self.movements.append(Movement(step.number, relative, size, rate, decay, changed))
+        if len(earlier) < _LEAST:
+            return ""
+        if changed and 2 * sum(bool(each.changed) for each in earlier) <= len(earlier):
+            index, factor = max(changed, key=lambda each: abs(math.log(max(each[1], _TINY))))
             return (
-                f"the weights of {self.names[index]} changed after step {done.number}, outside of the optimizer: "
+                f"the weights of {self.names[index]} changed after step {step.number}, outside of the optimizer: "
                 f"their norm is {number(factor, 3)} times as large"
             )
-        usual = statistics.median(known) if len(known) >= _LEAST else None
-        if usual is not None and size > FAR * usual > 0:
-            return f"step {done.number} moved the parameters {number(size / usual, 3)} times as far as usual"
+        usual = statistics.median(each.size for each in earlier)
+        if size > FAR * usual > 0:
+            return f"step {step.number} moved the parameters {number(size / usual, 3)} times as far as usual"
         return ""
 
     # ---- at a spike

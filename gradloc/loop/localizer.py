@@ -185,7 +185,7 @@ class Localizer:
         ranks whose norms differ in the last bit must not part at the threshold. A healthy step sends nothing.
         """
         policy = self._policy
-        if policy is None or self.num_failures >= _MAX_FAILURES:
+        if policy is None or self.is_off:
             return grad_norm
         rounding = max(torch.finfo(grad_norm.dtype).eps, torch.finfo(torch.float32).eps)
         norm, _ = self.ranks.decided(float(grad_norm), policy.threshold(len(self.norms)), rounding)
@@ -226,7 +226,7 @@ class Localizer:
         return grad_norm
 
     def _find_spike(self, policy: Policy, norm: float) -> Spike | None:
-        if self.num_failures >= _MAX_FAILURES:
+        if self.is_off:
             return None
         spike = policy.spike(norm, len(self.norms) - 1)
         if spike is None or spike.kind != "non_finite" or not self.trainer.scales_loss:
@@ -261,17 +261,18 @@ class Localizer:
         """Stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
-        aside = self.run_safely(self._set_aside)
-        if aside is None:
+        set_aside = self.run_safely(self._set_aside)
+        if set_aside is None:
             return grad_norm
-        (before, room), settled = aside, None
+        before, room = set_aside
+        settled = None
         try:
             limits = self.run_safely(partial(self._make_room, room))
             if limits is not None:
                 settled = self.run_safely(partial(self._settle, policy, spike, grad_norm, limits))
             if settled is None:
                 return grad_norm
-            before.clear()  # what a masked step has left of it, so that the optimizer's state has its place again
+            before.clear()  # a masked step does not use all of it, and the optimizer's state needs its memory again
             if is_written:
                 lost = f"the step was decided before ({settled.action.taken}), and its event is lost"
                 is_written = bool(self.run_safely(partial(self._gather, policy, spike, settled), lost))
@@ -283,7 +284,7 @@ class Localizer:
         return settled.norm
 
     def _set_aside(self) -> tuple[Gradient, SearchMemory]:
-        """Keep the clipped gradient, to be put back whatever happens, and foresee what a search needs of memory."""
+        """Keep the clipped gradient, to be put back if a stage fails, and forecast the memory that a search needs."""
         before = self._space.take()
         self._space.put(before)
         casts = 0 if isinstance(self._step, Scheduled) else cast_bytes(self._space.module)
@@ -320,9 +321,14 @@ class Localizer:
     def _settle(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, limits: dict[str, Any]) -> Settled:
         """Search, decide, act: what ``.grad`` holds afterwards is what the step takes."""
         step = HostStep(self._step, self._space.device, self.ranks.size)
-        summed = [self.head_squares[-1] * self._space.num_replicas, *self._keeper.squares(self._space)]
-        given = self._space, self.ranks, step.loss_scale, summed, self.updates.open
-        norms = self._tracker.read(*given, lambda: [own_weight_sums(self._space)])
+        norms = self._tracker.read(
+            self._space,
+            self.ranks,
+            step.loss_scale,
+            summed=[self.head_squares[-1] * self._space.num_replicas, *self._keeper.squares(self._space)],
+            along=self.updates.open,
+            more=lambda: [own_weight_sums(self._space)],
+        )
         self._learn_of_updates(norms.along)
         finding = self._search(policy, spike, step, limits, norms)
         action = self._decide(spike, finding)
@@ -335,29 +341,44 @@ class Localizer:
     def _search(
         self, policy: Policy, spike: Spike, step: HostStep, limits: dict[str, Any], norms: SpikeNorms
     ) -> SearchResult:
-        space, ranks, increments = self._space, self.ranks, norms.increments
+        increments = norms.increments
         if increments is not None and len(increments) != step.num_micro_batches:
             increments = None  # the gradient was reduced once, after the last micro-batch
-        clip_scale = self._clip_scale(spike.grad_norm)
         again, is_first = getattr(self._step, "anew", None), len(self.norms) == 1
         if again is None and not is_first and isinstance(self._step, LossReplay):
             again = partial(with_live_loss, self._step)  # old log-probs are of the weights of the update's first step
-        factor = 1.0 / self._step.loss_scale
-        known = self._keeper.reference, self.updates, policy.global_step, factor, again, is_first
-        clues = Clues(*known, norms.summed[1:])
+        clues = Clues(
+            reference=self._keeper.reference,
+            updates=self.updates,
+            number=policy.global_step,
+            factor=1.0 / self._step.loss_scale,
+            again=again,
+            is_first=is_first,
+            squares=norms.summed[1:],
+        )
         has_room = limits["strategy"] == self.settings.search.strategy  # for another copy of the weights
-        given = {**limits, "groups": policy.groups, "squares": norms.squares}
-        given["find_link"] = partial(find_broken_link, clues) if has_room else None
-        with heartbeat(f"searching step {policy.global_step}") if ranks.is_first else nullcontext():
-            return localize(step, space, ranks, spike, clip_scale, increments, policy.typical, **given)
+        with heartbeat(f"searching step {policy.global_step}") if self.ranks.is_first else nullcontext():
+            return localize(
+                step,
+                self._space,
+                self.ranks,
+                spike,
+                self._clip_scale(spike.grad_norm),
+                increments,
+                policy.typical,
+                groups=policy.groups,
+                squares=norms.squares,
+                find_link=partial(find_broken_link, clues) if has_room else None,
+                **limits,
+            )
 
     def _decide(self, spike: Spike, finding: SearchResult) -> Action:
-        overflowed = self.trainer.scales_loss and not math.isfinite(spike.grad_norm)
         obstacle = self._step.obstacle or None
-        obstacle = "the fp16 scaler has already found the gradient to overflow" if overflowed else obstacle
-        line = None if finding.healer is None else finding.healer.line
+        if self.trainer.scales_loss and not math.isfinite(spike.grad_norm):
+            obstacle = "the fp16 scaler has already found the gradient to overflow"
+        cure = None if finding.healer is None else finding.healer.line
         assert finding.certificate is not None  # a search ends with one
-        return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, line)
+        return decide(self.settings.action, spike, finding.certificate, finding.tokens, obstacle, cure)
 
     def _act(
         self, taken: str, grad_norm: torch.Tensor, policy: Policy, finding: SearchResult | None = None
@@ -386,17 +407,17 @@ class Localizer:
             rng.restore()
 
     def _contradicted(self, finding: SearchResult, norm: torch.Tensor) -> str:
-        """Return why a masked gradient is not the certificate's; empty where it is."""
-        found, masked = finding.certificate, float(norm)
-        if found is None or found.norm_after is None:
+        """Return why a masked gradient's norm cannot be the certificate's; empty where it is."""
+        certificate, masked = finding.certificate, float(norm)
+        if certificate is None or certificate.norm_after is None:
             return ""
-        allowed = (found.error_bound or 0.0) + _MASK_TOLERANCE * found.norm_after
-        (off,) = self.ranks.max([abs(masked - found.norm_after)])
-        if off <= allowed:
+        allowed = (certificate.error_bound or 0.0) + _MASK_TOLERANCE * certificate.norm_after
+        (difference,) = self.ranks.max([abs(masked - certificate.norm_after)])
+        if difference <= allowed:
             return ""
         return (
             f"masking is not possible: run without the culprits the norm is {masked:.4g}, and "
-            f"{found.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
+            f"{certificate.norm_after:.4g} by the certificate; perhaps the loop dropped a micro-batch"
         )
 
     def _gather(self, policy: Policy, spike: Spike, settled: Settled) -> bool:
@@ -444,13 +465,13 @@ class Localizer:
         Args:
             learned: the stabilizers' state, to be sent along by the first process.
         """
-        count = len(self.head_squares)
-        read = _read(self.head_squares + self.updates.open)
-        self._learn_of_updates(read[count:])
+        num_norms = len(self.head_squares)
+        scalars = _read(self.head_squares + self.updates.open)
+        self._learn_of_updates(scalars[num_norms:])
         report = RankReport(
             self.ranks.process,
             tuple(self.norms),
-            tuple(read[:count].tolist()),
+            tuple(scalars[:num_norms].tolist()),
             self.coefficient,
             self.num_failures,
             peak_bytes=self._peak.most(self._device),
@@ -461,16 +482,16 @@ class Localizer:
 
     @property
     def coefficient(self) -> float:
-        """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, those without aside.
+        """Median |d loss / d log_prob| of this rank's tokens in the update's first mini-batch, where it is not 0.
 
-        Read when somebody asks, behind the step.
+        This waits for the device, so read it after the step.
         """
         step, self._first_step = self._first_step, None
         try:
             if step is not None and step.num_micro_batches:  # a rank may have none where others have some
                 on_device = [typical_sizes(step, i) for i in range(step.num_micro_batches)]
                 self._coefficient = median_size([values for values in to_host(on_device) if values is not None])
-        except (torch.OutOfMemoryError, MemoryError):  # the one before will do
+        except (torch.OutOfMemoryError, MemoryError):  # the last update's will do
             logger.warning("gradloc: there is no memory to read the coefficients of this step's log-probs")
         return self._coefficient
 
@@ -480,12 +501,12 @@ class Localizer:
         """Check that replicas are kept equal: by their layout, and, once a step was taken, by their weights."""
         problem = ""
         if self._num_updates == 1 and not self._space.are_summed:
-            self.num_failures = _MAX_FAILURES  # norms differ by rank: one would search, and wait for the others
+            self.switch_off()  # norms differ by rank: one would search, and wait for the others
             problem = (
                 "FSDP1 with fsdp_size=1 sums no gradients over ranks: each trains a model of its own. gradloc is off; "
                 "set actor.fsdp_config.fsdp_size=-1"
             )
-        elif self._num_updates == 2 and self._space.num_replicas > 1 and self.num_failures < _MAX_FAILURES:
+        elif self._num_updates == 2 and self._space.num_replicas > 1 and not self.is_off:
             diverged = self.run_safely(lambda: diverged_params(self._space, self.ranks))
             if diverged:
                 problem = (
@@ -502,6 +523,15 @@ class Localizer:
                 logger.warning("gradloc: %s; the next norms show what that does", warning)
 
     # ---- helpers
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no step is looked into any more, after too many failures or by :meth:`switch_off`."""
+        return self.num_failures >= _MAX_FAILURES
+
+    def switch_off(self) -> None:
+        """Look into no further step."""
+        self.num_failures = _MAX_FAILURES
 
     def _clip_scale(self, norm: float) -> float:
         """Return the factor by which torch and FSDP have clipped the gradient in ``.grad``."""
@@ -545,14 +575,14 @@ def _read(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """Log every half minute that this goes on, so that the run does not look stuck."""
+    """Log every half minute what the run waits for, so that it does not look stuck."""
     started, is_over = time.perf_counter(), threading.Event()
 
-    def say() -> None:
+    def log() -> None:
         while not is_over.wait(_HEARTBEAT_S):
             logger.warning("gradloc: %s, for %.0f s so far; training waits", what, time.perf_counter() - started)
 
-    threading.Thread(target=say, daemon=True).start()
+    threading.Thread(target=log, daemon=True).start()
     try:
         yield
     finally:

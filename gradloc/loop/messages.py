@@ -82,7 +82,7 @@ class RankReport:
     head_squares: tuple[float, ...] = ()
     """This process' part of the squared gradient norm of the output head, for each optimizer step."""
     coefficient: float = 0.0
-    """Median |d loss / d log_prob| of this rank's tokens in the first mini-batch, those without aside."""
+    """Median |d loss / d log_prob| of this rank's tokens in the first mini-batch, where it is not 0."""
     num_failures: int = 0
     """Searches that failed so far."""
     outcomes: tuple[Outcome, ...] = ()

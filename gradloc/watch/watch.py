@@ -179,7 +179,7 @@ class Watch(Notes):
         self._listen()
         if (name := sparse_embedding(model)) is not None:
             self._warn_once(f"{name} has sparse gradients: make it sparse=False. Nothing is watched")
-            self.localizer.num_failures = 3
+            self.localizer.switch_off()
             self.close()
         elif engine is not None:
             self._take_engine(engine)
@@ -362,11 +362,9 @@ class Watch(Notes):
         """Get the driver's policy for this step, on every rank; None where the step cannot be looked into. The first
         rank's norm comes with it, on the host, and decides for all."""
         self.step.first_row = int(sum(counts.rows[: self.ranks.rank]))
-        policy = (
-            None
-            if self.driver is None
-            else self.driver.before_update([int(sum(counts.tokens))], self.number, self.stage_name)
-        )
+        policy = None
+        if self.driver is not None:
+            policy = self.driver.before_update([int(sum(counts.tokens))], self.number, self.stage_name)
         policy, number = self.ranks.broadcast_from(0, (policy, float(norm) if self.ranks.is_first else None))
         decided = torch.tensor(number, dtype=norm.dtype)
         if len(set(counts.micro_batches)) == len(set(counts.opened)) == 1:
@@ -376,7 +374,7 @@ class Watch(Notes):
         return None, decided
 
     def prepare_search(self, norm: torch.Tensor, policy: Policy) -> Policy | None:
-        """If the step spikes, put its gradient back as it was before clipping, run again from the taps.
+        """Put the gradient of a step that spikes back as it was before clipping, by running it again from the taps.
 
         All ranks call this together: each has as many micro-batches.
 
@@ -386,7 +384,7 @@ class Watch(Notes):
         assert self.localizer is not None
         value = float(norm)
         spike = policy.spike(value, 0)
-        if spike is None or self.localizer.num_failures >= 3:
+        if spike is None or self.localizer.is_off:
             return policy
         if spike.kind == "non_finite" and self.scales_loss and self.localizer.run_safely(self.localizer.is_loss_finite):
             return None  # an overflow by the scale alone
@@ -394,7 +392,7 @@ class Watch(Notes):
         return policy if is_ready else None
 
     def _send(self, analysed: dict[str, float]) -> None:
-        """Send what the ranks know of the step to the driver, on the first process.
+        """Send the ranks' reports and rows of the step to the driver, on the first process.
 
         Raises:
             AbortedBySpike: on every process, where a spike is to stop the run.
@@ -403,7 +401,7 @@ class Watch(Notes):
         assert localizer is not None
         is_written = any(spike.is_written for spike in localizer.outcomes)
         rows: Any = as_arrays(step.all_rows()) if is_written else step.summaries()
-        report = localizer.report()  # whose events stay here: all that is gathered is padded to the longest
+        report = localizer.report()  # its events stay here: all that is gathered is padded to the longest
         by_rank = self.ranks.gather_first((replace(report, events=()), rows))
         self.metrics = {}
 
@@ -411,13 +409,13 @@ class Watch(Notes):
             """Write the event, on the first process; returns why it ends the run, if it does."""
             if by_rank is None or driver is None:
                 return None
-            reports, everyones = zip(*by_rank, strict=True)
-            batch = self.view(everyones) if is_written else view_of_summaries(everyones, self.signal)
+            reports, rows_by_rank = zip(*by_rank, strict=True)
+            batch = self.view(rows_by_rank) if is_written else view_of_summaries(rows_by_rank, self.signal)
             try:
-                ours = driver.after_update((report, *reports[1:]), batch)
+                metrics = driver.after_update((report, *reports[1:]), batch)
             except AbortedBySpike as error:
                 return error
-            self.metrics = {name: float(value) for name, (value,) in ours.items()} | analysed
+            self.metrics = {name: float(value) for name, (value,) in metrics.items()} | analysed
             return None
 
         if any(spike.taken == "abort" for spike in localizer.outcomes):
@@ -546,7 +544,7 @@ class Watch(Notes):
         self.engine, reference = engine, weakref.ref(self)
         if why := engine.refusal():
             self._warn_once(f"{why}. Nothing is watched")
-            self.localizer.num_failures = 3
+            self.localizer.switch_off()
             self.close()
             return
         self.tap.whole = getattr(engine, "whole", self.tap.whole)
@@ -670,7 +668,7 @@ class Watch(Notes):
             why = f"DistributedDataParallel's gradient_as_bucket_view must be {_NO_VIEWS}, found True"
         if why:
             self._warn_once(f"{why}. Nothing is watched")
-            self.localizer.num_failures = 3
+            self.localizer.switch_off()
 
     def _drop(self) -> None:
         """Drop what was recorded of a gradient when the loop drops the gradient."""
