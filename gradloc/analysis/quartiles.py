@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient by the tokens' probability, as arXiv 2505.12929 splits it: which tokens belong to which quartile, which
-are sampled; and from the ranks' numbers to the record and its metrics. Pure.
+"""Split the gradient by the tokens' probability, as arXiv 2505.12929 does.
+
+Assign tokens to quartiles, sample some, and make the record and its metrics of the ranks' numbers. Pure functions.
 
 Tokens are split by pi, the probability that the policy gave them before the update, in one of two ways: ``quantile``
 into four parts of equally many tokens, ``range`` into quarters of [0, 1], as panels (c) to (f) of Fig. 1 of the paper
@@ -87,9 +88,9 @@ def sample_tokens(quartiles: np.ndarray, count: int, seed: int) -> np.ndarray:
     """
     generator = np.random.default_rng(seed)
     shuffled = [generator.permutation(np.argwhere(quartiles == quartile)) for quartile in range(NUM_QUARTILES)]
-    # in turns: the first of each quartile, then the second of each, ...
-    turns = [(turn, quartile) for quartile, tokens in enumerate(shuffled) for turn in range(len(tokens))]
-    chosen = [shuffled[quartile][turn] for turn, quartile in sorted(turns)[:count]]
+    # the first of each quartile, then the second of each, and so on
+    turns = sorted((turn, quartile) for quartile, tokens in enumerate(shuffled) for turn in range(len(tokens)))
+    chosen = [shuffled[quartile][turn] for turn, quartile in turns[:count]]
     return np.array(sorted(map(tuple, chosen)), dtype=np.int64).reshape(-1, 2)
 
 
@@ -122,8 +123,8 @@ def distribution(change: np.ndarray, advantages: np.ndarray, edges: list[float])
     """Summarize tokens' probability changes, (N,) as their advantages, whose sign they should have."""
     if not len(change):
         return None
-    counts = advantages != 0
-    follows = np.sign(change[counts]) == np.sign(advantages[counts])
+    has_direction = advantages != 0
+    follows = np.sign(change[has_direction]) == np.sign(advantages[has_direction])
     return analysis.Change(
         mean=float(change.mean()),
         mean_abs=float(np.abs(change).mean()),
@@ -204,39 +205,46 @@ def record_fields(
     """
     numbers = by_rank[0]
     probability = np.exp(batch["old_log_probs"].astype(np.float64))
-    everything = _Tokens(quartiles, probability, batch["advantages"], batch["responses"])
+    tokens = _Tokens(quartiles, probability, batch["advantages"], batch["responses"])
     changes = _changes(by_rank, quartiles.shape)
     without = changes["none"]
     # momentum and weight decay alone move tokens, too: the rest is the gradient's own effect
     own = {name: None if change is None or without is None else change - without for name, change in changes.items()}
-    tokens = _sampled_tokens(numbers["tokens"], sampled, everything)
-
-    def update(name: str, step: analysis.Update) -> analysis.Update:
-        return replace(step, changes=_moved(changes, name, everything), own_changes=_moved(own, name, everything))
-
+    updates: dict[str, analysis.Update | None] = dict.fromkeys(numbers["steps"])
+    for name, step in numbers["steps"].items():
+        if step is not None:
+            moved, own_moved = _moved(changes, name, tokens), _moved(own, name, tokens)
+            updates[name] = replace(step, changes=moved, own_changes=own_moved)
+    sampled_tokens = _sampled_tokens(numbers["tokens"], sampled, tokens)
     return {
-        "whole": analysis.Whole(norm=numbers["whole"], num_tokens=int(everything.mask.sum())),
+        "whole": analysis.Whole(norm=numbers["whole"], num_tokens=int(tokens.mask.sum())),
         "closure": numbers["closure"],
-        "quartiles": tuple(_quartile(number, numbers, everything, tokens) for number in range(NUM_QUARTILES)),
-        "tokens": tokens,
-        "rank_correlation": _relation(tokens),
-        "updates": {name: None if step is None else update(name, step) for name, step in numbers["steps"].items()},
+        "quartiles": tuple(_quartile(number, numbers, tokens, sampled_tokens) for number in range(NUM_QUARTILES)),
+        "tokens": sampled_tokens,
+        "rank_correlation": _correlations(sampled_tokens),
+        "updates": updates,
         "optimizer": analysis.Optimizer(name=numbers["optimizer"], learning_rate=numbers["learning_rate"]),
     }
 
 
 def _changes(by_rank: list[QuartileNumbers], shape: tuple[int, ...]) -> Changes:
-    def probability(name: str) -> np.ndarray:
-        log_prob = np.zeros(shape)
-        for numbers in by_rank:
-            rows = [row for part in numbers["log_probs"][name] or () for row in part]
-            for number, values in zip(numbers["rows"], rows, strict=False):
-                if number >= 0:  # not one that fills a batch up
-                    log_prob[number, : len(values)] = values
-        return np.exp(log_prob)
+    before = _probabilities(by_rank, "before", shape)
+    changes: Changes = {}
+    for name in UPDATES:
+        is_taken = by_rank[0]["log_probs"][name] is not None
+        changes[name] = _probabilities(by_rank, name, shape) - before if is_taken else None
+    return changes
 
-    before, taken = probability("before"), by_rank[0]["log_probs"]
-    return {name: None if taken[name] is None else probability(name) - before for name in UPDATES}
+
+def _probabilities(by_rank: list[QuartileNumbers], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return every token's probability before or after an update, float64 (R, T)."""
+    log_prob = np.zeros(shape)
+    for numbers in by_rank:
+        rows = [row for micro_batch in numbers["log_probs"][name] or () for row in micro_batch]
+        for number, values in zip(numbers["rows"], rows, strict=False):
+            if number >= 0:  # not one that fills a batch up
+                log_prob[number, : len(values)] = values
+    return np.exp(log_prob)
 
 
 def _sampled_tokens(norms: list[dict[str, float | None]], places: np.ndarray, tokens: _Tokens) -> Sampled:
@@ -248,28 +256,30 @@ def _sampled_tokens(norms: list[dict[str, float | None]], places: np.ndarray, to
             quartile=int(tokens.quartile[row, position]) + 1,
             probability=float(tokens.probability[row, position]),
             advantage=float(tokens.advantage[row, position]),
-            **each,
+            **token_norms,
         )
-        for (row, position), each in zip(places.tolist(), norms, strict=True)
+        for (row, position), token_norms in zip(places.tolist(), norms, strict=True)
     )
 
 
-def _relation(tokens: Sampled) -> analysis.Correlations:
+def _correlations(tokens: Sampled) -> analysis.Correlations:
+    """Correlate each norm of the sampled tokens with how improbable they are."""
+
     def correlated(name: str) -> float | None:
-        known = [
-            (1.0 - token.probability, getattr(token, name)) for token in tokens if getattr(token, name) is not None
-        ]
+        pairs = [(1.0 - token.probability, getattr(token, name)) for token in tokens]
+        known = [pair for pair in pairs if pair[1] is not None]
         return rank_correlation(*np.array(known).reshape(-1, 2).T)
 
     return analysis.Correlations(log_prob_norm=correlated("log_prob_norm"), loss_norm=correlated("loss_norm"))
 
 
 def _quartile(number: int, numbers: QuartileNumbers, tokens: _Tokens, sampled: Sampled) -> analysis.Quartile:
+    norm, dot, whole = numbers["norms"][number], numbers["dots"][number], numbers["whole"]
     inside, num_tokens = tokens.quartile == number, int(tokens.mask.sum())
-    count, norm, dot, whole = int(inside.sum()), numbers["norms"][number], numbers["dots"][number], numbers["whole"]
-    probability, mine = tokens.probability[inside], [token for token in sampled if token.quartile == number + 1]
+    count, probability = int(inside.sum()), tokens.probability[inside]
+    own_sample = [token for token in sampled if token.quartile == number + 1]
+    log_prob_norms = [token.log_prob_norm for token in own_sample if token.log_prob_norm is not None]
     ends = {name: _or_none(getattr(np, name), probability) for name in ("min", "mean", "max")}
-    log_prob_norms = [token.log_prob_norm for token in mine if token.log_prob_norm is not None]
     return analysis.Quartile(
         name=analysis.QUARTILES[number],
         num_tokens=count,
@@ -281,10 +291,10 @@ def _quartile(number: int, numbers: QuartileNumbers, tokens: _Tokens, sampled: S
         norm_per_token=norm / count if count else None,
         gradient_share=dot / whole**2 if whole != 0 else None,
         cosine=dot / (norm * whole) if norm * whole != 0 else None,
-        sampled=len(mine),
+        sampled=len(own_sample),
         mean_log_prob_norm=_or_none(np.mean, log_prob_norms),
         median_log_prob_norm=_or_none(np.median, log_prob_norms),
-        mean_loss_norm=_or_none(np.mean, [token.loss_norm for token in mine]),
+        mean_loss_norm=_or_none(np.mean, [token.loss_norm for token in own_sample]),
     )
 
 

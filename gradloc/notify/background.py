@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for slow jobs, so that training does not wait for them."""
+"""Run slow jobs in a thread, so that training does not wait for them."""
 
 import atexit
 import logging

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings under ``actor_rollout_ref.actor.gradloc.stabilize``, validated when the run starts."""
+"""Validate the settings under ``actor_rollout_ref.actor.gradloc.stabilize`` when the run starts."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..checks import POSITIVE, SWITCH, closed, integer, number, one_of, or_null, require, setting
 
@@ -20,6 +21,8 @@ _LOWER = or_null(
 class _RatioClipConfig:
     """Bounds on pi_theta / pi_rollout, and what happens outside of them."""
 
+    block: ClassVar[str]
+
     mode: str = setting("off", one_of("off", "mask", "clamp"))
     """``mask``: outside of the bounds the weight is 0. ``clamp``: it is bound / ratio above, ratio / bound below."""
     upper: float | None = setting(None, _UPPER)
@@ -29,11 +32,11 @@ class _RatioClipConfig:
 
     def check(self) -> None:
         """Check that there is a bound where one is asked for."""
-        key = "token_clip" if isinstance(self, TokenClipConfig) else "seq_clip"
+        block = self.block
         require(
             self.mode == "off" or self.upper is not None or self.lower is not None,
-            f"{_KEY}.{key}.upper",
-            f"a number while {key}.mode={self.mode} and {key}.lower=null (there is no bound otherwise)",
+            f"{_KEY}.{block}.upper",
+            f"a number while {block}.mode={self.mode} and {block}.lower=null (there is no bound otherwise)",
             self.upper,
         )
 
@@ -43,6 +46,7 @@ class _RatioClipConfig:
 class TokenClipConfig(_RatioClipConfig):
     """A bound on every token's pi_theta / pi_rollout."""
 
+    block = "token_clip"
     upper: float | None = setting(5.0, _UPPER)
 
 
@@ -51,6 +55,7 @@ class TokenClipConfig(_RatioClipConfig):
 class SeqClipConfig(_RatioClipConfig):
     """A bound on the geometric mean of a sequence's ratios: one ratio and one weight per sequence."""
 
+    block = "seq_clip"
     upper: float | None = setting(1.1, _UPPER)
 
 
@@ -103,10 +108,10 @@ class StabilizeConfig:
 
     @property
     def weighs_tokens(self) -> bool:
-        """Return whether log-probs of the rollout are needed."""
+        """Whether tokens are weighed by ratios, for which log-probs of the rollout are needed."""
         return self.token_clip.mode != "off" or self.seq_clip.mode != "off"
 
     @property
     def is_on(self) -> bool:
-        """Return whether any stabilizer is on."""
+        """Whether any stabilizer is on."""
         return self.weighs_tokens or self.layer_clip.rule != "off" or self.skip_step.enable

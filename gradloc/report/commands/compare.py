@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc compare RUN_A RUN_B``: two runs side by side."""
+"""Compare two runs side by side: ``gradloc compare RUN_A RUN_B``."""
 
 import argparse
 from pathlib import Path
@@ -13,8 +13,8 @@ from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
 from . import add_log_arguments
 
-LISTED = 30
-"""Steps and settings that the terminal lists."""
+MAX_LISTED = 30
+"""The most steps and settings that the terminal lists."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +31,11 @@ def run(args: argparse.Namespace) -> int:
         output.check(args.output, None if args.format else output.HTML)
     runs = [read_run(path, None, args.metric, args.pattern) for path in (args.run_a, args.run_b)]
     comparison = compare(*runs)
-    notes = [f"{one_line(str(r.path))}: {note}" for r in runs for note in r.notes]
-    notes += [
-        f"{one_line(str(r.path))} holds {len(r.runs)} runs: compared is the one with the worst norm, {r.runs[0].name}."
-        for r in runs
-        if len(r.runs) > 1
-    ]
+    notes = [f"{one_line(str(folder.path))}: {note}" for folder in runs for note in folder.notes]
+    for folder in runs:
+        if len(folder.runs) > 1:
+            holds = f"{one_line(str(folder.path))} holds {len(folder.runs)} runs"
+            notes.append(f"{holds}: compared is the one with the worst norm, {folder.runs[0].name}.")
     if args.format == "json":
         output.deliver(args.output, output.as_json(vars(comparison) | {"notes": notes}))
     elif args.format == "md":
@@ -59,12 +58,14 @@ def _print(comparison: Comparison) -> None:
     console = terminal.console()
     console.print(comparison.parted)
     for head, rows in _tables(comparison):
-        cells = ([one_line(cell, 90) for cell in row] for row in rows[:LISTED])
+        cells = ([one_line(cell, 90) for cell in row] for row in rows[:MAX_LISTED])
         console.print(terminal.table((head, *map(one_line, comparison.names)), cells, gap=3), "")
-        if len(rows) > LISTED:
-            console.print(f"And {len(rows) - LISTED} more; --format json has all.", style="dim")
+        if len(rows) > MAX_LISTED:
+            console.print(f"And {len(rows) - MAX_LISTED} more; --format json has all.", style="dim")
 
 
 def _markdown(comparison: Comparison) -> str:
-    tables = [Table((head, *comparison.names), [*map(tuple, rows)]) for head, rows in _tables(comparison)]
-    return "\n\n".join([comparison.parted, *(part for table in tables for part in paragraphs(table))]) + "\n"
+    parts = [comparison.parted]
+    for head, rows in _tables(comparison):
+        parts += paragraphs(Table((head, *comparison.names), [tuple(row) for row in rows]))
+    return "\n\n".join(parts) + "\n"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc health``: a run's health step by step, with advice."""
+"""Judge a run's health step by step, with advice: ``gradloc health``."""
 
 import argparse
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -50,21 +51,19 @@ def run(args: argparse.Namespace) -> int:
     healths = [judge(run.parts, config, args.grad_clip) for run in folder.runs]
     if not healths or not healths[0]:
         why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
-        raise ReportError(
-            why
-            or f"{folder.path} has no metrics that can be judged: name the run's log, or its metrics with --metrics."
-        )
+        nothing = f"{folder.path} has no metrics that can be judged: name the run's log, or its metrics with --metrics."
+        raise ReportError(why or nothing)
     for run, health in zip(folder.runs, healths, strict=True):
         health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
     if args.json:
         output.deliver(None, _json(folder, healths[0]))
     else:
-        _print(folder, healths)
+        _print_report(folder, healths)
     terminal.warn(folder.notes)
-    known = [health for health in healths if health]
-    is_judged = any(health.num_unwell or len(health.verdicts) > health.warmup for health in known)
-    is_found = any(health.num_unwell for health in known)
-    return exit_code(args.fail_on, is_judged, is_found, [health.worst.state for health in known])
+    with_metrics = [health for health in healths if health]
+    is_judged = any(health.num_unwell or len(health.verdicts) > health.warmup for health in with_metrics)
+    is_found = any(health.num_unwell for health in with_metrics)
+    return exit_code(args.fail_on, is_judged, is_found, [health.worst.state for health in with_metrics])
 
 
 def _json(folder: RunFolder, health: RunHealth) -> str:
@@ -74,8 +73,8 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
         "state": health.state,
         "worst": {"state": health.worst.state, "step": health.worst.step},
         "steps": [
-            {"step": v.step, "state": v.state, "reasons": [reason.facts() for reason in v.reasons]}
-            for v in health.verdicts
+            {"step": verdict.step, "state": verdict.state, "reasons": [reason.facts() for reason in verdict.reasons]}
+            for verdict in health.verdicts
         ],
         "advice": {
             finding.worst.name: [{"do": do, "line": line} for do, line in folder.advice(finding.worst)]
@@ -88,13 +87,14 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
     return output.as_json(document)
 
 
-def _print(folder: RunFolder, healths: list[RunHealth]) -> None:
+def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
+    """Print the first run's health in full, and a line on each other run of the folder."""
     console, health = terminal.console(), healths[0]
     console.print(one_line(folder.name), style="bold")
     if not folder.events:
         diagnosis = folder.diagnoses[0]
-        is_found = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
-        if diagnosis.kind and not is_found:  # during the rules' own warm-up
+        has_finding = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
+        if diagnosis.kind and not has_finding:  # a spike while the rules warm up
             console.print(one_line(diagnosis.headline), style="bold red")
     console.print(health.headline)
     console.print(_strip(health))
@@ -132,14 +132,15 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
 
 def _strip(health: RunHealth) -> Text:
     """Draw the states as a strip of marks; each line begins with its first step."""
-    size = -(-len(health.verdicts) // (STRIP_WIDTH * STRIP_LINES))
+    steps_per_mark = math.ceil(len(health.verdicts) / (STRIP_WIDTH * STRIP_LINES))
+    steps_per_line = STRIP_WIDTH * steps_per_mark
     text = Text()
-    for start in range(0, len(health.verdicts), STRIP_WIDTH * size):
-        line = health.verdicts[start : start + STRIP_WIDTH * size]
+    for start in range(0, len(health.verdicts), steps_per_line):
+        line = health.verdicts[start : start + steps_per_line]
         text.append(f"step {line[0].step:>6}  ", style="dim")
-        for at in range(0, len(line), size):
-            worst = max(line[at : at + size], key=lambda v: STATES.index(v.state))
+        for first in range(0, len(line), steps_per_mark):
+            worst = max(line[first : first + steps_per_mark], key=lambda verdict: STATES.index(verdict.state))
             text.append(*MARKS[worst.state])
         text.append("\n")
     legend = ", ".join(f"{mark} {state}" for state, (mark, _) in MARKS.items())
-    return text.append(legend + (f"; {size} steps to a mark" if size > 1 else ""), style="dim")
+    return text.append(legend + (f"; {steps_per_mark} steps to a mark" if steps_per_mark > 1 else ""), style="dim")

@@ -73,11 +73,13 @@ def _cell(cell: str | TokenCell) -> str:
 
 
 def _lines(lines: dict[str, str]) -> list[str]:
-    made = []
+    found = []
     for label, line in lines.items():
-        made += [escape(label), ""] if label else []
-        made += ["```sh", line.replace("```", ""), "```", ""] if line else []
-    return made[:-1]
+        if label:
+            found += [escape(label), ""]
+        if line:
+            found += ["```sh", line.replace("```", ""), "```", ""]
+    return found[:-1]
 
 
 def escape(text: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an event's page beyond its document: sequences token by token, pictures, drawings."""
+"""Make the parts of an event's page beyond its document: sequences token by token, pictures, drawings."""
 
 import base64
 from dataclasses import replace
@@ -21,7 +21,7 @@ PICTURE_BYTES = 3_000_000
 
 
 class Panel:
-    """An event's sequences and drawings; ``note`` says why there are no sequences.
+    """An event's sequences and drawings; ``note`` and ``picture_note`` say why some are missing.
 
     Args:
         event: as the page shows it.
@@ -34,12 +34,12 @@ class Panel:
         root = run.events_root or run.path
         sequences, self.note = read_sequences(root, event)
         sequences = [_with_trusted_shares(event, sequence) for sequence in sequences]
-        self.shades, count = tokens.shade(sequences), max(len(sequences), 1)
-        placed = tokens.by_sequence(event.culprits)
-        self.sequences = [
-            tokens.view(sequence, placed.get(tokens.place(sequence), ()), budget // count, max(shown // count, 20))
-            for sequence in sequences
-        ]
+        self.shades = tokens.shade(sequences)
+        culprits, count = tokens.by_sequence(event.culprits), max(len(sequences), 1)
+        self.sequences = []
+        for sequence in sequences:
+            own = culprits.get(tokens.place(sequence), ())
+            self.sequences.append(tokens.view(sequence, own, budget // count, max(shown // count, 20)))
         with_culprits = [view.sequence for view in self.sequences if view.culprits]
         pictures, self.picture_note = read_pictures(root, event, with_culprits, PICTURE_BYTES)
         self.pictures = {
@@ -53,11 +53,11 @@ class Panel:
 
     @property
     def default(self) -> str:
-        """Return the column that shades at first."""
+        """The column by which tokens are shaded when the page opens."""
         return self.shades[0].name if self.shades else ""
 
     def level(self, sequence: int, position: int) -> str:
-        """Return a token's letter of its first shade."""
+        """Return the letter of a token's shade when the page opens."""
         return self.shades[0].levels[sequence][position] if self.shades else tokens.NOT_KNOWN
 
 
@@ -72,22 +72,26 @@ def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
     shares = list(sequence.columns["share"])
     errors = list(sequence.columns.get("share_error", [0.0] * len(shares)))
     for culprit in tokens.by_sequence(event.culprits).get(tokens.place(sequence), ()):
-        at = culprit.positions[0] if len(culprit.positions) == 1 else len(shares)
-        if at < min(len(shares), len(errors)) and culprit.share is not None:
-            shares[at], errors[at] = culprit.share, culprit.share_error or 0.0
-    known = {"share": tuple(shares)} | ({"share_error": tuple(errors)} if "share_error" in sequence.columns else {})
-    return replace(sequence, columns=known | columns)
+        if len(culprit.positions) != 1 or culprit.share is None:
+            continue
+        (position,) = culprit.positions
+        if position < min(len(shares), len(errors)):
+            shares[position], errors[position] = culprit.share, culprit.share_error or 0.0
+    trusted = {"share": tuple(shares)}
+    if "share_error" in sequence.columns:
+        trusted["share_error"] = tuple(errors)
+    return replace(sequence, columns=trusted | columns)
 
 
 def _siblings(event: Event, sequences: list[Sequence]) -> list[tuple[str, Table]]:
-    """Return a table of rollouts per prompt, the culprit's own first."""
-    made = []
+    """Return each culprit's prompt with a table of its rollouts, the culprit's own first."""
+    tables = []
     for culprit in {culprit.sequence_id: culprit for culprit in event.culprits if culprit.siblings}.values():
-        own = next((s for s in sequences if s.sequence_id == culprit.sequence_id), None)
-        lines = [(culprit.sequence_id, culprit.reward, culprit.at("advantage"), len(own) if own else None)]
-        lines += [(s.sequence_id, s.reward, s.advantage, s.num_tokens) for s in culprit.siblings or ()]
-        cells = [((name or "").rpartition(":")[2] or "–", *map(number, numbers)) for name, *numbers in lines]
-        # A chat's question is at its end.
-        prompt = one_line(culprit.prompt or "a prompt", 80, keep="end")
-        made.append((prompt, Table(("rollout", "reward", "advantage", "tokens"), [*cells])))
-    return made
+        own = next((sequence for sequence in sequences if sequence.sequence_id == culprit.sequence_id), None)
+        rollouts = [(culprit.sequence_id, culprit.reward, culprit.at("advantage"), len(own) if own else None)]
+        for sibling in culprit.siblings or ():
+            rollouts.append((sibling.sequence_id, sibling.reward, sibling.advantage, sibling.num_tokens))
+        cells = [((name or "").rpartition(":")[2] or "–", *map(number, numbers)) for name, *numbers in rollouts]
+        prompt = one_line(culprit.prompt or "a prompt", 80, keep="end")  # where a chat has its question
+        tables.append((prompt, Table(("rollout", "reward", "advantage", "tokens"), cells)))
+    return tables
