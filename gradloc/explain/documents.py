@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ..record import Cause, Culprit
-from .text import capitalized
+from .text import capitalized, plural
 
 _LEAST_PADDING = 4  # equal tokens at the end of a row
 _FAR = 2.0  # nats by which a document's mean log-prob is below the batch's where it is odd as a whole
@@ -50,6 +50,8 @@ class Document:
     rows: int = 1
     padding: int = 0
     """Equal tokens in a row at its end, all trained on, the culprit among them."""
+    broken: int = 0
+    """Values of its input that are not finite."""
     rank: int | None = None
     """How many tokens the model finds likelier there; None where the logits were not seen."""
 
@@ -83,6 +85,8 @@ def cause_in(culprit: Culprit, cause: Cause, document: Document) -> Cause:
     numbers = {**cause.numbers, **{f"document_{name}": float(value) for name, value in known.items()}}
     if log_prob is not None and math.isfinite(log_prob):
         numbers["probability"] = math.exp(min(log_prob, 0.0))
+    if cause.label.startswith("non_finite") and document.broken:
+        return Cause("non_finite_input", numbers)
     if cause.label.startswith("non_finite") or cause.label == "layer_heterogeneity":
         return Cause(cause.label, numbers)
     return Cause(_label(culprit, cause, document), numbers)
@@ -131,6 +135,10 @@ def document_words(culprit: Culprit) -> str:
     document = document_of(numbers)
     if culprit.cause.label == "duplicate_document":
         return f"{document.copies:.0f} other rows of the batch's {document.rows:.0f} are the same."
+    if culprit.cause.label == "non_finite_input":
+        return (
+            f"{plural(int(document.broken), 'value')} in it {'is' if document.broken == 1 else 'are'} NaN or infinite."
+        )
     if culprit.cause.label == "padding_trained":
         return f"The row ends in {document.padding:.0f} equal tokens that the mask has in the loss."
     if culprit.cause.label == "shifted_labels" and document.log_prob_shifted is not None:

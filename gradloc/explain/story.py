@@ -330,6 +330,11 @@ def _where(event: Event) -> str:
     return f"{start} {what} of the {row} {_sequence(event, first)}{_turn(first.turn)}."
 
 
+def quote_or_row(event: Event, culprit: Culprit) -> str:
+    """Quote the culprit's text; name its row where there are no tokens."""
+    return _row_and_position(event, culprit) if event.is_without_tokens else quote(culprit)
+
+
 def _row_and_position(event: Event, culprit: Culprit) -> str:
     """Name a culprit without tokens: ``row 17``, ``position 3 of row 17``."""
     place = "" if culprit.span == "sequence" else f"position {span(culprit.positions)} of "

@@ -168,7 +168,7 @@ def complete_event(
     culprits = []
     for culprit in raw.event.culprits:
         completed = driver.culprit(culprit)
-        document = None if documents is None or completed.token_ids == () else documents.of(completed)
+        document = None if documents is None else documents.of(completed)
         by_engine = driver.by_engine(completed.row, now.get(culprit.row, ()))
         culprits.append(replace(completed, cause=classify(completed, typical, by_engine, made_by, document)))
     culprits = _counted_endings(culprits, tensors, Counter() if endings is None else endings)
@@ -480,8 +480,8 @@ def _decoded(tokenizer: Any, ids: list[int], **how: Any) -> str:
 
 
 class Documents:
-    """Compares a culprit's row with the batch's others, in a batch that has ``log_probs`` (R, T), and where logits were
-    seen ``ranks`` and ``shifted`` (R, T).
+    """Compares a culprit's row with the batch's others, in a batch that has ``log_probs`` (R, T), where logits were
+    seen ``ranks`` and ``shifted`` (R, T), and where inputs were ``broken_inputs`` (R, T).
 
     Args:
         batch: of a loop.
@@ -503,10 +503,13 @@ class Documents:
             "unspaced": [unspaced_in(text) for text in texts],
         }
 
-    def of(self, culprit: Culprit) -> Document:
-        """Return the document of a culprit's row."""
+    def of(self, culprit: Culprit) -> Document | None:
+        """Return the document of a culprit's row; None of a row without tokens whose input is sound."""
         row, ids = culprit.row, self._rows[culprit.row or 0]
         assert row is not None  # the driver numbers the rows
+        broken = int(self._tensors["broken_inputs"][row].sum()) if "broken_inputs" in self._tensors.keys() else 0
+        if culprit.token_ids == () and not broken:
+            return None
         others = [at for at in range(len(self._rows)) if at != row] or [row]
         looks = {name: values[row] for name, values in self._looks.items()}
         usual = {f"{n}_of_batch": statistics.median(v[at] for at in others) for n, v in self._looks.items()}
@@ -520,6 +523,7 @@ class Documents:
             copies=sum(other == ids for other in self._rows) - 1 if ids else 0,
             rows=len(self._rows),
             padding=self._padding(culprit),
+            broken=broken,
             rank=self._at("ranks", culprit),
         )
 

@@ -9,13 +9,13 @@ from typing import Any
 from ..explain.culprits import carried, trusted_share
 from ..explain.cures import healer
 from ..explain.numbers import bounded, number
-from ..explain.story import headline, pronoun, quote, says_reason, step_cause
+from ..explain.story import headline, pronoun, quote_or_row, says_reason, step_cause
 from ..record import Culprit, Event
 
 COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
     "event": lambda event, culprit: event.event_id,
     "step": lambda event, culprit: event.step.global_step,
-    "token": lambda event, culprit: quote(culprit),
+    "token": quote_or_row,
     "position": lambda event, culprit: culprit.positions[0],
     "sequence": lambda event, culprit: culprit.sequence_id,
     "rank": lambda event, culprit: culprit.rank,
@@ -75,5 +75,5 @@ def _who(event: Event) -> str:
     share, more = carried(event, event.culprits), len(event.culprits) - 1
     first = event.by_size[0]
     carry = "" if share is None else f" {'carry' if more else 'carries'} {share}"
-    where = "" if event.step.dp_size == 1 else f" (rank {first.rank})"
-    return f"{quote(first)}{where}{f' and {more} more' if more else ''}{carry}"
+    where = "" if event.step.dp_size == 1 or event.is_without_tokens else f" (rank {first.rank})"
+    return f"{quote_or_row(event, first)}{where}{f' and {more} more' if more else ''}{carry}"

@@ -177,6 +177,7 @@ TOKEN_CAUSES = (
     *("low_probability", "kl_term", "entropy_term", "is_weight", "value_outlier", "teacher_gap", "non_finite"),
     *("spurious_token", "loss_weight", "unexpected_token", "odd_document", "duplicate_document", "shifted_labels"),
     *("padding_trained", "not_sampled", "shifted_log_probs", "non_finite_forward", "non_finite_backward"),
+    "non_finite_input",
 )
 """Labels of a token's, row's or document's large gradient."""
 STEP_CAUSES = (

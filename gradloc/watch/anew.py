@@ -30,8 +30,11 @@ class TapRecorded(Recorded):
 
     backward: Any = None
     """Called with a selection, the outputs of a forward with a graph, and a unit."""
+    selected: torch.Tensor | None = None
+    """What the next forward with a graph is for: the selection of the last :meth:`pull`."""
 
     def pull(self, selected: torch.Tensor | None) -> Any:
+        self.selected = selected
         return partial(self.backward, selected)
 
 

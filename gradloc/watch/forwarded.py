@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -158,12 +159,28 @@ class RecordedForward:
         """Return whether an input was written to since the forward."""
         return any(leaf._version != version for leaf, version in self._versions)
 
-    def run(self) -> Any:
-        """Run it again, at the present weights and random state, and with the attributes that it began with."""
+    def run(self, left_out: torch.Tensor | None = None) -> Any:
+        """Run it again, at the present weights and random state, and with the attributes that it began with.
+
+        Args:
+            left_out: bool (B, T), positions that have no part in the gradient. Inputs that are not finite there are 0,
+                since a NaN that is multiplied by 0 is one.
+        """
         self._state.restore()
+        args, kwargs = self.args, self.kwargs
+        if left_out is not None:
+            args, kwargs = tree_map(partial(_finite_at, left_out), (args, kwargs))
         with self.autocast():
             torch.clear_autocast_cache()  # weights may have moved since it was filled
-            return self.module(*self.args, **self.kwargs) if self.again is None else self.again()
+            return self.module(*args, **kwargs) if self.again is None else self.again()
+
+    def broken_inputs(self) -> torch.Tensor:
+        """Return how many values of each row's inputs are NaN or infinite, int64 (B, 1), on the host."""
+        found = torch.zeros(self.positions[0], 1, dtype=torch.long)
+        for leaf in self._inputs():
+            if _position_dims(leaf, self.positions):
+                found += _is_broken(leaf).reshape(len(found), -1).sum(1, keepdim=True).cpu()
+        return found
 
     def ids(self) -> list[torch.Tensor]:
         """Return the inputs that may be token ids or labels: integers with one for each position."""
@@ -197,6 +214,29 @@ class RecordedForward:
         """Add what a backward left to an attribute; another backward may have come through the same forward."""
         before, grad = getattr(self, name), detached(grad)
         setattr(self, name, grad if before is None else before + grad)
+
+
+def _position_dims(leaf: Any, positions: tuple[int, int]) -> int:
+    """Return how many of an input's dimensions number its positions: 2 for (B, T, ...), 1 for (B, ...); 0 where it has
+    no values of its own for a row."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return 0
+    return 2 if tuple(leaf.shape[:2]) == positions else int(leaf.shape[:1] == positions[:1])
+
+
+def _finite_at(left_out: torch.Tensor, leaf: Any) -> Any:
+    """Return an input with 0 for what is not finite at these positions."""
+    where = _position_dims(leaf, tuple(left_out.shape))  # type: ignore[arg-type]
+    if not where:
+        return leaf
+    chosen = left_out if where == 2 else left_out.all(1)
+    chosen = chosen.to(leaf.device).reshape(*chosen.shape, *[1] * (leaf.dim() - where))
+    return torch.where(chosen & _is_broken(leaf), 0.0, leaf)
+
+
+def _is_broken(leaf: torch.Tensor) -> torch.Tensor:
+    """Return where an input is NaN or infinite; attention masks hold -inf."""
+    return leaf.isnan() | leaf.isposinf()
 
 
 def _without_graph(leaf: Any) -> Any:

@@ -223,7 +223,7 @@ class TapStep(LoopStep):
             entropy = None if found.entropy is None else found.entropy[:, batch.start :]
             return found._replace(log_prob=found.log_prob[:, batch.start :], entropy=entropy)
         if torch.is_grad_enabled():
-            return self.tap.graph(batch.forwarded)
+            return self.tap.graph(batch.forwarded, left_out=self._left_out(batch))
         seen: list[Outputs] = []
         self.tap.read(
             batch.forwarded, lambda hidden, heads: seen.append(self._read(batch, hidden, heads, needs_entropy))
@@ -231,6 +231,16 @@ class TapStep(LoopStep):
         if not seen:
             raise RuntimeError("the forward, run again, came to no hidden state")
         return seen[0]
+
+    @staticmethod
+    def _left_out(batch: TapMicroBatch) -> torch.Tensor | None:
+        """Return the positions (B, T) without a part in the gradient; None where the derivatives of all are finite."""
+        selected = getattr(batch.recorded, "selected", None)
+        if selected is None or bool(batch.on_host["coefficient"].isfinite().all()):
+            return None
+        left_out = torch.zeros(batch.forwarded.positions, dtype=torch.bool, device=selected.device)
+        left_out[:, batch.window] = selected == 0
+        return left_out
 
     def typical_sizes(self, micro_batch: int) -> torch.Tensor:
         """Return about |d loss / d log_prob| (B, T'), on the host: exact where the loop gives its log-probs, else from
@@ -531,6 +541,7 @@ class TapStep(LoopStep):
                 | {"responses": ids, "attention_mask": attention_mask(mask), "response_mask": mask.long()}
                 | {"loss_weights": self.loss_weights(index), "log_probs": log_probs}
                 | {name: each.on_host[name] for name in ("ranks", "shifted") if name in each.on_host}
+                | {"broken_inputs": each.forwarded.broken_inputs()}
                 | {"names": [""] * len(mask) if names is None else [str(name) for name in names]}
             )
         shared = set.intersection(*(set(part) for part in parts))

@@ -251,17 +251,18 @@ class ModelTap:
         finally:
             self._reader = None
 
-    def graph(self, forwarded: RecordedForward, is_cut: bool = True) -> Graph:
+    def graph(self, forwarded: RecordedForward, is_cut: bool = True, left_out: torch.Tensor | None = None) -> Graph:
         """Run a forward with a graph, cut behind h and behind each head's output.
 
         Args:
             forwarded: the forward to run.
             is_cut: if False, nothing is cut: a gradient of the heads' outputs flows into h.
+            left_out: see :meth:`.forwarded.RecordedForward.run`.
         """
         self._graph, self._is_cut = Graph(is_cut_behind_heads=not forwarded.has_log_probs), is_cut
         found = self._graph
         try:
-            given = found.given = forwarded.run()
+            given = found.given = forwarded.run(left_out)
         finally:
             self._graph, self._is_cut = None, True
         if found.hidden is None and not forwarded.has_log_probs:

@@ -309,7 +309,7 @@ def test_every_cause_is_in_the_matrix():
 
 
 OF_DOCUMENTS = {"loss_weight", "unexpected_token", "odd_document", "duplicate_document", "shifted_labels"}
-OF_DOCUMENTS |= {"padding_trained"}
+OF_DOCUMENTS |= {"padding_trained", "non_finite_input"}
 OF_UPDATES = {"gradient_scaled", "update_too_large", "learning_rate_jumped", "weight_decay", "second_moments"}
 OF_UPDATES |= {"moments_lost", "weights_changed", "weights_grown"}
 SPURIOUS = a_culprit(log_prob=math.log(0.001), entropy=0.2, advantage=1.0, coefficient=-0.01)

@@ -52,3 +52,37 @@ def test_a_bad_row_is_a_row(tmp_path, kind, label):
     page = to_markdown(run, [*run.events])
     assert f"One row made the step-{STEP} spike" in page and f"Row {BAD} carries" in page
     assert not any(word in page for word in ("document", "One token", "<0>", "- log-prob:"))
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (8, 5, 20)], ids=["rows", "rows of five"])
+def test_a_row_whose_input_is_nan_is_left_out(tmp_path, shape):
+    """The rest is what a batch without the row gives, though its NaN would stay one under a weight of 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 1))
+    x, masks = torch.randn(shape), torch.full(shape, -torch.inf)
+    x[3] = x[3].index_fill(-1, torch.tensor([7]), torch.nan)
+
+    def loss_of(given: torch.Tensor) -> torch.Tensor:
+        return mse_loss(given, torch.ones_like(given), reduction="sum") / 8
+
+    rest = torch.autograd.grad(loss_of(model(x[torch.arange(8) != 3])), [*model.parameters()])
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, masks):
+            return self.model(x)
+
+    masked = Masked()
+    gradloc.Watch(masked, optimizer := torch.optim.SGD(masked.parameters(), 1e-3), str(tmp_path))
+    loss_of(masked(x, masks)).backward()
+    optimizer.step()
+    (event,) = events_in(tmp_path)
+    (culprit,) = event["culprits"]
+    assert (culprit["micro_batch_row"], culprit["cause"]["label"]) == (3, "non_finite_input")
+    assert culprit["cause"]["numbers"]["document_broken"] == x.isnan().sum()
+    norm = torch.cat([grad.flatten() for grad in rest]).norm().item()
+    assert event["certificate"]["norm_after"] == pytest.approx(norm, abs=event["certificate"]["error_bound"])
+    assert event["certificate"]["verdict"] == "explained"
