@@ -234,13 +234,14 @@ class TapStep(LoopStep):
 
     @staticmethod
     def _left_out(batch: TapMicroBatch) -> torch.Tensor | None:
-        """Return the positions (B, T) without a part in the gradient; None where the derivatives of all are finite."""
+        """Return the positions (B, T) that are left out of the gradient, all of a row of which nothing remains; None
+        where the derivatives of all are finite."""
         selected = getattr(batch.recorded, "selected", None)
         if selected is None or bool(batch.on_host["coefficient"].isfinite().all()):
             return None
         left_out = torch.zeros(batch.forwarded.positions, dtype=torch.bool, device=selected.device)
         left_out[:, batch.window] = selected == 0
-        return left_out
+        return left_out | ((selected == 0) | ~batch.mask.to(selected.device)).all(1, keepdim=True)
 
     def typical_sizes(self, micro_batch: int) -> torch.Tensor:
         """Return about |d loss / d log_prob| (B, T'), on the host: exact where the loop gives its log-probs, else from

@@ -54,8 +54,9 @@ def test_a_bad_row_is_a_row(tmp_path, kind, label):
     assert not any(word in page for word in ("document", "One token", "<0>", "- log-prob:"))
 
 
+@pytest.mark.parametrize("pooling", ["none", "first"])
 @pytest.mark.parametrize("shape", [(8, 20), (8, 5, 20)], ids=["rows", "rows of five"])
-def test_a_row_whose_input_is_nan_is_left_out(tmp_path, shape):
+def test_a_row_whose_input_is_nan_is_left_out(tmp_path, shape, pooling):
     """The rest is what a batch without the row gives, though its NaN would stay one under a weight of 0."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -63,6 +64,7 @@ def test_a_row_whose_input_is_nan_is_left_out(tmp_path, shape):
     x[3] = x[3].index_fill(-1, torch.tensor([7]), torch.nan)
 
     def loss_of(given: torch.Tensor) -> torch.Tensor:
+        given = given[:, 0] if pooling == "first" else given
         return mse_loss(given, torch.ones_like(given), reduction="sum") / 8
 
     rest = torch.autograd.grad(loss_of(model(x[torch.arange(8) != 3])), [*model.parameters()])
