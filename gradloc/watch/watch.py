@@ -637,8 +637,8 @@ class Watch(Notes):
         why = "the model's forward had no gradients, or torch.func's alone; pass the model that the loop calls"
         if self.tap.num_seen:
             why = (
-                "no backward() came to a last hidden state (torch.autograd.grad is not seen); name the module that it is "
-                'the output of, as gradloc.Watch(model, hidden="model.norm")'
+                "no backward() came to a last hidden state (torch.autograd.grad is not seen); name the module that it "
+                'is the output of, as gradloc.Watch(model, hidden="model.norm")'
             )
         return (
             f"nothing could be watched in {_EARLY} optimizer steps: {why}. A model that is compiled in place with "
