@@ -2,11 +2,11 @@
 """Write ``metrics.jsonl``: a line for each optimizer step, from which the report draws a run's curve."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 
 from ..record.files import parse_json
+from ..record.store import plain
 
 
 class Curve:
@@ -20,18 +20,18 @@ class Curve:
         self._path, self._has_begun = path, False
 
     def write(self, step: int, values: Mapping[str, float]) -> str:
-        """Append a step's finite numbers.
+        """Append a step's numbers, those that are not finite too: a run's health is judged by them.
 
         Returns:
             Why the report will have no curve; empty where it will.
         """
-        known = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        known = {name: float(value) for name, value in values.items()}
         try:
             if not self._has_begun:
                 self._has_begun = True
                 self._begin(step)
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "data": known}) + "\n")
+                file.write(json.dumps({"step": step, "data": plain(known)}) + "\n")
         except OSError as error:
             return f"{self._path} cannot be written ({error}): the report will have no curve"
         return ""

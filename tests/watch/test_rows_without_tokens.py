@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are no tokens, as a classifier's: an event calls them rows, and says nothing of tokens or documents."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import gradloc
+from gradloc.command import main
 from gradloc.report.pages.markdown import to_markdown
 from gradloc.report.runs.run import read_run
 from tests.world.events import events_in
@@ -88,3 +91,18 @@ def test_a_row_whose_input_is_nan_is_left_out(tmp_path, shape, pooling):
     norm = torch.cat([grad.flatten() for grad in rest]).norm().item()
     assert event["certificate"]["norm_after"] == pytest.approx(norm, abs=event["certificate"]["error_bound"])
     assert event["certificate"]["verdict"] == "explained"
+
+
+def test_health_sees_norms_that_are_nan(tmp_path, capsys):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    watch = gradloc.Watch(model, optimizer, str(tmp_path))
+    for step in range(6):
+        optimizer.zero_grad()
+        (model(torch.ones(4, 4)).sum() * (math.nan if step >= 3 else 1.0)).backward()
+        optimizer.step()
+    watch.close()
+    capsys.readouterr()
+    main(["health", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "danger, first at step 6" in said and "actor/grad_norm is not finite (steps in a row: 3" in said
