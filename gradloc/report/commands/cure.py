@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     console, counted = terminal.console(), tally(measured)
     if not counted:
         why = "gradloc.search.max_cures was 0, or an older version wrote them"
-        _print_advice(folder, "this trainer has none that could be tried" if measured else why)
+        if measured or folder.trainer == "loop":
+            why = "this trainer has none that could be tried"
+        _print_advice(folder, why)
         return 0
     num = len(measured)
     rows = (
@@ -67,7 +69,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
 
 def _print_advice(folder: RunFolder, why: str) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
-    console.print(f"No setting was measured at the {events}: {why}. What people do about their causes:")
+    console.print(f"No setting was measured ({events}): {why}. What people do about their causes:")
     for (do, line), count in advice(folder).most_common():
         console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
         console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)

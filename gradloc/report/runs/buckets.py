@@ -109,7 +109,7 @@ def read_steps(
     if not analyses:
         why = f" {notes[0]}" if notes else ""
         raise ReportError(
-            f"{path} holds no {kind} analysis: none was due, or trainer.{kind}_analysis_mode was off.{why}"
+            f"{path} holds no {kind} analysis: none was due, or trainer.{kind}_analysis_mode (verl) was off.{why}"
         )
     return dict(sorted(analyses.items())), notes
 
