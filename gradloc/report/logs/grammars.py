@@ -26,7 +26,7 @@ HEADED_BY_STEP = re.compile(
     rf"\b(?<!episode )(?:(?:global|train|training)[_ ])?steps?(?:\b|_)(?:\(\w+\)|(?<=\[step)\])?{_STEP}", re.IGNORECASE
 )
 _HEADED = re.compile(
-    r"\b(?:iterations?|iter|it|num_updates|update|env_step|total_(?:time)?steps"
+    r"\b(?:(?<!skipped )(?<!nan )iterations?|iter|it|num_updates|update|env_step|total_(?:time)?steps"
     rf"|(?<!train )batch(?: count)?(?=\W{{0,3}}\d+\s*/))\b(?:\(\w+\))?{_STEP}",
     re.IGNORECASE,
 )
@@ -70,6 +70,8 @@ _ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
 """A line that names an exception: its numbers are no metrics."""
 _ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
 """A line that is a name and a number."""
+_SPLIT = re.compile(rf"(\d{{1,12}}) (train|val) ({NUMBER})\s*")
+"""build-nanogpt's file: step, split and loss."""
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
     r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+"
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
@@ -321,7 +323,7 @@ class Printed(Grammar):
                 return bool(rows)
             if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
                 return True  # printed by a second handler
-            if rows and _is_shorter_of(values, rows[-1][1]):
+            if rows and _are_one_steps(values, rows[-1][1]):
                 rows[-1][1].update(values)
                 return True
             self.is_counted = True
@@ -363,10 +365,13 @@ def _is_training(values: dict[str, float]) -> bool:
     )
 
 
-def _is_shorter_of(values: dict[str, float], others: dict[str, float]) -> bool:
-    """Return whether one of two dicts is the other with less in it, as two handlers print one step."""
+def _are_one_steps(values: dict[str, float], others: dict[str, float]) -> bool:
+    """Return whether two dicts are of one step, as two handlers print it: one is the other with less in it, or both
+    have its loss and its epoch.
+    """
     shared = values.keys() & others.keys()
-    if not shared or len(shared) != min(len(values), len(others)) or len(values) == len(others):
+    is_within = 0 < len(shared) == min(len(values), len(others)) < max(len(values), len(others))
+    if not is_within and not (shared >= {"loss", "epoch"} and values.keys() - shared and others.keys() - shared):
         return False
     return all(
         math.isclose(values[name], others[name], rel_tol=1e-3, abs_tol=1e-4) or values[name] != values[name]
@@ -528,6 +533,8 @@ class Labelled(Grammar):
         return is_more
 
     def _take(self, line: str, process: str) -> bool:
+        if line[:1].isdecimal() and (row := _SPLIT.fullmatch(line)):
+            return self.add(process, int(row[1]), {f"{row[2]} loss": as_float(row[3])})
         is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))
         if is_bar:
             line = _BAR.sub(" ", line)

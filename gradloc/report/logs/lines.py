@@ -83,7 +83,7 @@ _SAVED = re.compile(
 )
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
 _WORDS = re.compile(
-    r"[{•│]|orm|oss|grad|tep|iter|poch|batch|reward|cost|perplexity|nll|xent|entropy|\bkl\b|return|it/|:\[",
+    r"[{•│]|orm|oss|grad|tep|iter|poch|batch|reward|cost|perplexity|nll|xent|entropy|\bkl\b|return|it/|:\[|^\d+ train ",
     re.IGNORECASE,
 )
 """Matches where a grammar may want a line: a quick look before any is tried."""
@@ -250,31 +250,42 @@ _BARS = re.compile(
 )
 """Before each of several progress bars on a line; a carriage return, as a pager shows it; what Lightning prints behind
 a bar that the terminal has cut, with the bar's last word."""
+_BEHIND_BAR = re.compile(r"(?<=\d)(?=Epoch \d+, global step \d|20\d\d-\d\d-\d\d \d\d:\d\d)")
+"""Before what is printed right behind the last value of a bar that is whole."""
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines, those of a dict that is printed over several put together, and bars on one line apart."""
     parts: list[str] = []
-    is_wrapped = False
+    closes = ""  # the end of what a terminal has wrapped
     for line in lines:
-        if is_wrapped and ("{" in line or len(parts) > 4):
-            yield from [*parts, line]
-            parts, is_wrapped = [], False
-        elif parts and line[:1].isalpha() and not is_wrapped:  # of another process
+        if closes and ("{" in line or "consumed samples" in line or len(parts) > 4):
+            yield from parts
+            parts, closes = [], ""
+        if closes:
+            parts.append(line)
+            if "}" in line if closes == "}" else line.rstrip().endswith("|"):
+                yield "".join(parts)
+                parts, closes = [], ""
+        elif parts and line[:1].isalpha():  # of another process
             yield line
         elif parts:
-            parts.append(line if is_wrapped else line.strip())
+            parts.append(line.strip())
             if "}" in line or len(parts) > 200:
-                yield ("" if is_wrapped else " ").join(parts)
-                parts, is_wrapped = [], False
+                yield " ".join(parts)
+                parts = []
         elif "%|" in line and (line.count("%|") > 1 or "^M" in line or " global step " in line or "Metric " in line):
             yield from filter(None, _BARS.split(line))
+        elif "━" in line and _BEHIND_BAR.search(line):
+            yield from _BEHIND_BAR.split(line)
+        elif "consumed samples" in line and "iteration" in line and not line.rstrip().endswith("|"):
+            parts, closes = [line], "|"
         elif "{" not in line:
             yield line
         elif "{'" in line and line[0] != "(" and _DICT_BEGINS.search(line) or line.strip() == "{":
             parts = [line.rstrip()]
         elif '{"' in line and _JSON_BEGINS.search(line):
-            parts, is_wrapped = [line], True
+            parts, closes = [line], "}"
         else:
             yield line
     yield from parts

@@ -13,7 +13,8 @@ from .recording import MAX, MEAN
 STEPS = tuple(
     "global_step global_steps training/global_step train/global_step trainer/global_step global_iter global_iteration "
     "step train/step current_steps global_step/max_steps train_step training_step iteration iter num_updates update "
-    "n_updates total_train_updates counters/updates env_step total_steps total_timesteps _step".split()
+    "n_updates total_train_updates training_iteration counters/updates env_step total_steps total_timesteps "
+    "_step".split()
 )
 """Names of a step, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
 its own."""

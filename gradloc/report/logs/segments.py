@@ -274,7 +274,7 @@ def _before(last: Segment, segment: Segment) -> Segment | None:
         if not is_later or len(known & new) * 2 < min(len(known), len(new)):
             return None
     before: Segment | None = last
-    while before is not None and segment.first <= before.first:
+    while before is not None and segment.first <= max(before.first, 1):  # its step 0 may be cut off
         before = before.before
     return before
 
@@ -319,7 +319,8 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     notes = []
     if is_folded:
         notes.append(
-            f"{source} has several rows for a step ({again} of them): of their gradient norms the largest is shown."
+            f"{source} has several rows for a step ({again} of them): of their "
+            f"{'gradient norms the largest' if has_norms else 'values the last'} is shown."
         )
     if num_same:
         verb = "repeats" if num_same == 1 else "repeat"

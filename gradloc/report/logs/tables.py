@@ -17,6 +17,7 @@ from ..errors import ReportError
 from .grammars import HEADED_BY_STEP
 from .lines import TEXTS, read_lines
 from .names import as_step, is_norm, listed, long_columns, number, numbers, step_name, step_of
+from .pairs import OF_TRAINING
 from .recording import Recording, gather
 from .source import Source
 
@@ -81,7 +82,7 @@ def _delimiter(lines: list[str]) -> str | None:
     below = lines[1].split() if len(lines) > 1 else []
     has_step = _step_column(words) is not None or len(below) == 1 and _step_column(below) is not None
     has_pairs = any(":" in word or "=" in word for word in words)
-    is_one = any(map(is_norm, words)) or long_columns(words) is not None
+    is_one = any(map(is_norm, words)) or long_columns(words) is not None or words[:2] == ["step", "value"]
     return " " if has_step and is_one and not has_pairs else None
 
 
@@ -226,7 +227,7 @@ class _Table:
             value, keys, run = found
             return self.names.index(value), [*map(self.names.index, keys)], self.names.index(run) if run else None
         own = [at for at, name in enumerate(self.names) if at != self.step_at and name and not _TIMES.search(name)]
-        if [self.names[at].lower() for at in own] == ["value"]:
+        if [self.names[at].lower() for at in own] in (["value"], ["metric"]):
             return own[0], [], None
         cells = {at: [self._text(row, at) for row in sample] for at in range(len(self.names)) if at != self.step_at}
         others = {at: kept for at, kept in cells.items() if not _TIMES.search(self.names[at]) and any(kept)}
@@ -241,10 +242,10 @@ class _Table:
         stem = re.sub(r"(\.csv|\.tsv|\.gz|\.txt)+$", "", self.source.name)
         tag = _TAG.search(stem)
         alone = tag[1] if tag else stem
-        if not tags and not is_norm(alone):
+        if not tags and not is_norm(alone) and not OF_TRAINING.search(alone):
             self.source.note_one_metric()
             alone = "grad_norm"
-        is_named = bool(tags) or is_norm(tag[1] if tag else stem)
+        is_named = bool(tags) or alone != "grad_norm" or is_norm(stem)
         runs: dict[str, list[tuple[int, str, float]]] = {}
         for cells in self.rows:
             step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)

@@ -373,8 +373,9 @@ def _change(
         return None
     there = next(at for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
     change = f"{verb} from {number(was, 2)} to {number(reached, 2)} within {plural(there - step, 'step')}"
-    last = median(value for _, value in after[-_LEVEL:])
-    is_back = len(after) > 2 * _LEVEL and abs(last - was) < 0.5 * abs(reached - was)
+    size, last = abs(reached - was), median(value for _, value in after[-_LEVEL:])
+    is_back = len(after) > 2 * _LEVEL and abs(last - was) < 0.5 * size
+    is_back |= len(after) > 2 and all(abs(value - was) < 0.15 * size for _, value in after[-2:])
     return _Change(f"{change} and came back" if is_back else change, is_back)
 
 
@@ -424,7 +425,7 @@ def _advise_resume(
     if worst.kind == "start":
         return f"No need to resume. Continue{end}", on
     if is_hurt is False and worst.kind != "growth":
-        return f"No need to resume: the {_deciding(run.metrics)} held. Continue{end}", on
+        return f"No need to resume: the {_deciding(run.metrics)} is where it was. Continue{end}", on
     if is_first and begin != "late" and worst.kind == "lost":
         start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
         return (

@@ -333,6 +333,8 @@ def _height(metrics: Metrics) -> Sign | None:
     losses = [abs(value) for value in metrics.finite(name)]
     if not norms or median_low(norms) < HEIGHT or not losses or median(losses) > 100:
         return None
+    if median_low(norms) < HEIGHT * median(metrics.finite("loss scale") or [1.0]):
+        return None  # it is logged before the division by the loss scale, as DeepSpeed's Megatron did
     sentence = (
         f"{metrics.own_norm} is {number(median_low(norms), 3)} in the median of {plural(len(norms), 'row')}, and "
         f"{metrics.own(name)} is {number(median(losses), 2)}: no run trains at such a norm."

@@ -248,6 +248,8 @@ def growth(segment: Segment, judged: Sequence[Judged]) -> Explosion | None:
     onset = max(at for at in range(top + 1) if smooth[at] <= low + 0.1 * rise)
     if rise < math.log2(GROWTH) or top - onset < RISING or median(smooth[top:]) < smooth[top] - 1:
         return None
+    if max(logs[-2:]) < low + rise / 4:  # it is back, which medians of five do not show at the end
+        return None
     x, y = [known[at].step for at in range(onset, top + 1)], smooth[onset : top + 1]
     slope, intercept = linear_regression(x, y)
     middle = sum(y) / len(y)
