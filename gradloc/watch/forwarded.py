@@ -22,6 +22,8 @@ from ..core.forward_state import RngState
 from ..core.sharding import compute_dtype, is_reduction_deferred
 from ..core.step import Outputs, Recorded
 
+_WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class Place(NamedTuple):
     """Which rows of h (B, T, H) a view of it holds."""
@@ -179,13 +181,14 @@ class RecordedForward:
         found = torch.zeros(self.positions[0], 1, dtype=torch.long)
         for leaf in self._inputs():
             if _position_dims(leaf, self.positions):
-                found += _is_broken(leaf).reshape(len(found), -1).sum(1, keepdim=True).cpu()
+                found += _is_broken(leaf).reshape(len(found), leaf[0].numel()).sum(1, keepdim=True).cpu()
         return found
 
     def ids(self) -> list[torch.Tensor]:
         """Return the inputs that may be token ids or labels: integers with one for each position."""
         size = self.positions
-        found = [leaf for leaf in self._inputs() if leaf.dim() == 2 and tuple(leaf.shape) == size]
+        plain = [leaf for leaf in self._inputs() if not leaf.is_nested]
+        found = [leaf for leaf in plain if leaf.dim() == 2 and tuple(leaf.shape) == size]
         integers = [leaf for leaf in found if not (leaf.is_floating_point() or leaf.dtype == torch.bool)]
         named = [self.kwargs[name] for name in ("labels", "input_ids") if name in self.kwargs]
         return sorted(integers, key=lambda leaf: not any(leaf is each for each in named))
@@ -219,7 +222,8 @@ class RecordedForward:
 def _position_dims(leaf: Any, positions: tuple[int, int]) -> int:
     """Return how many of an input's dimensions number its positions: 2 for (B, T, ...), 1 for (B, ...); 0 where it has
     no values of its own for a row."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+    is_plain = type(leaf) is torch.Tensor and not leaf.is_nested and leaf.dtype in _WITH_NAN
+    if not is_plain:
         return 0
     return 2 if tuple(leaf.shape[:2]) == positions else int(leaf.shape[:1] == positions[:1])
 

@@ -77,12 +77,13 @@ def test_a_row_whose_input_is_nan_is_left_out(tmp_path, shape, pooling):
             super().__init__()
             self.model = model
 
-        def forward(self, x, masks):
+        def forward(self, x, *others):
             return self.model(x)
 
     masked = Masked()
     gradloc.Watch(masked, optimizer := torch.optim.SGD(masked.parameters(), 1e-3), str(tmp_path))
-    loss_of(masked(x, masks)).backward()
+    others = torch.zeros(8, 0), torch.nested.nested_tensor([torch.ones(2)] * 8), x.float().to(torch.float8_e4m3fn)
+    loss_of(masked(x, masks, *others)).backward()
     optimizer.step()
     (event,) = events_in(tmp_path)
     (culprit,) = event["culprits"]
