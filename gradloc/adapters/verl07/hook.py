@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl import DataProto
+from verl.utils.device import get_device_id
 from verl.workers.actor import BasePPOActor
 from verl.workers.critic import BasePPOCritic, dp_critic
 
@@ -25,7 +26,7 @@ from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.messages import Policy, RankReport
 from ...private_api import extended, replaced
 from ...reweighting.stages import STAGE_MASK_KEY
-from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
+from ..verl_common.watch import ActorWatch, Clipping, answer
 from .step import ActorStep, AnalysedActorStep, CriticStep
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def build_hook(actor: Any) -> "ActorHook":
 
 def ranks_of(actor: Any) -> Ranks:
     """Return the data-parallel ranks of verl's actor."""
-    return Ranks(device=device_of(), replicas=actor.ulysses_sequence_parallel_size)
+    return Ranks(device=get_device_id(), replicas=actor.ulysses_sequence_parallel_size)
 
 
 class ActorHook(ActorWatch):
@@ -148,7 +149,7 @@ class CriticWatch(ActorWatch):
 
     def __init__(self, critic: Any, settings: Any):
         self.critic = critic
-        super().__init__(settings, Ranks(device=device_of()))
+        super().__init__(settings, Ranks(device=get_device_id()))
 
     @contextmanager
     def update(self, policy: Policy) -> Iterator[None]:

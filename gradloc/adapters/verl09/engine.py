@@ -11,6 +11,7 @@ import torch
 
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp import transformer_impl
 
 from ...analysis.parts import Analysed, measure
@@ -20,7 +21,7 @@ from ...keys import POLICY_KEY
 from ...loop.messages import Policy, RankReport
 from ...private_api import extended
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.watch import ActorWatch, Clipping, answer, device_of
+from ..verl_common.watch import ActorWatch, Clipping, answer
 from .step import AnalysedEngineStep, EngineCriticStep, EngineStep, reset_offloading, with_token_weights, within_stage
 
 CLIPPING = Clipping(transformer_impl)
@@ -92,7 +93,7 @@ class EngineWatch(ActorWatch):
         return replace(super().report(), metrics=self._metrics)
 
     def _make_ranks(self) -> Ranks:
-        return Ranks(device=device_of(), replicas=self.engine.ulysses_sequence_parallel_size)
+        return Ranks(device=get_device_id(), replicas=self.engine.ulysses_sequence_parallel_size)
 
 
 class WatchedEngine:
@@ -217,7 +218,7 @@ class AnalysisRequest:
 
 def measured(engine: Any, data: Any, loss_function: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Analyse this rank's rows (``data``) by :func:`~...analysis.parts.measure`."""
-    ranks, limit = Ranks(device=device_of()), engine.optimizer_config.clip_grad
+    ranks, limit = Ranks(device=get_device_id()), engine.optimizer_config.clip_grad
     space = GradientSpace(engine.module, ranks)
 
     def made() -> Analysed:

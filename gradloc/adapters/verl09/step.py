@@ -385,10 +385,7 @@ def reset_offloading(engine: Any) -> None:
         hook.__exit__()
     handler = hook.offload_handler
     if handler.current_group or handler.tensor_count_current_group:
-        handler.groupid_reset()
-        handler.offloaded_group_count = 0
-        handler.tensor_tag_to_buf.clear()
-        handler.group_offload_mapping.clear()
+        handler.__init__(handler.num_offload_group, handler.num_layers, handler.tensor_need_offloading_checker)
 
 
 def _offloading_hook(module: torch.nn.Module) -> Any:

@@ -222,8 +222,7 @@ class TrainerSide(TrainerFeatures):
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:
         """Add metrics, once verl has computed the step's and before they are logged."""
         for driver in self.drivers:
-            if len(driver.step_metrics) > 1:  # verl has taken their means
-                metrics.update(joined(driver.step_metrics))
+            metrics.update(joined(driver.step_metrics))  # of several updates verl has taken the means
         _, real = _split_fillers(batch)
         self.judge(view_of(batch.select_keys(real), self.seen), metrics, global_step)
 

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 
 from verl import DataProto
-from verl.utils.device import get_device_id, get_device_name
 
 from ...core.gradients import GradientSpace
 from ...core.ranks import PeerFailure, Ranks
@@ -28,11 +27,6 @@ from ...private_api import replaced
 from ...stabilize.stabilizer import Stabilizer
 
 logger = logging.getLogger(__name__)
-
-
-def device_of() -> Any:
-    """Return this process' device, as collectives take it."""
-    return "cpu" if get_device_name() == "cpu" else get_device_id()
 
 
 class ActorWatch:

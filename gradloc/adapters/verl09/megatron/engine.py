@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer
 
+from verl.utils.device import get_device_id
 from verl.utils.megatron.optimizer import get_megatron_last_lr
 
 from ....core.ranks import Ranks
 from ....private_api import replaced
 from ....watch.megatron import MegatronSpace, clip_as_megatron, leaves_of
 from ...verl_common.requirements import needed_of_megatron
-from ...verl_common.watch import device_of
 from ..engine import EngineWatch, WatchedEngine
 from .step import MegatronStep
 
@@ -59,7 +59,7 @@ class MegatronWatch(EngineWatch):
         dist.all_gather_object(everyone, self.engine.get_data_parallel_rank())
         replicas = len(everyone) // self.engine.get_data_parallel_size()
         is_in_step = parallel_state.get_pipeline_model_parallel_world_size() == 1
-        return Ranks(device=device_of(), replicas=replicas, rank_of=everyone, is_in_step=is_in_step)
+        return Ranks(device=get_device_id(), replicas=replicas, rank_of=everyone, is_in_step=is_in_step)
 
     def make_space(self, ranks: Ranks | None) -> MegatronSpace:
         if self._space is None:
