@@ -17,6 +17,15 @@ def test_what_a_run_leaves_to_verl_or_marks_as_missing_has_verls_default():
     assert plan_of(missing) == plan_of(few)
 
 
+@pytest.mark.parametrize(("mini_batch", "micro_batches"), [(8, 1), (16, 2), (24, 3)])
+def test_each_rank_has_its_part_of_a_mini_batch(mini_batch, micro_batches):
+    sizes = [
+        f"actor_rollout_ref.actor.ppo_{size}"
+        for size in (f"mini_batch_size={mini_batch}", "micro_batch_size_per_gpu=1")
+    ]
+    assert plan_of(OmegaConf.from_dotlist(sizes)).load.micro_batches == micro_batches, "on 8 GPUs"
+
+
 def test_without_a_size_of_micro_batches_it_is_refused_unless_verl_cuts_by_tokens():
     with pytest.raises(ValueError, match="ppo_micro_batch_size_per_gpu must be set while use_dynamic_bsz is off"):
         plan_of(OmegaConf.create({}))

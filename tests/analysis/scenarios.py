@@ -71,14 +71,15 @@ def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> d
     trainer = make_trainer(TERMS + overrides, dump_dir)
     training, loss = training_step(trainer, batch)
     alone = make_trainer(overrides, dump_dir)
-    task_alone, _ = training_step(alone, batch)
+    task_alone, task_loss = training_step(alone, batch)
     whole, record = by_bucket(trainer, batch, buckets)
     return {
         "training_norm": norm(training),
         "total_error": norm(sum(whole.values()) - training) / norm(training),
         "task_error": norm(whole["task"] - task_alone) / norm(task_alone),
         "loss": loss,
-        "loss_sum": float(np.sum(record["losses"])),
+        "task_loss": task_loss,
+        "losses": dict(zip(record["terms"], np.sum(record["losses"], axis=0), strict=True)),
         "weights": np.sum(record["weights"], axis=0).tolist(),
         "record": record,
     }

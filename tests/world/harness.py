@@ -12,7 +12,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,8 @@ class Trainer:
     train_dataset: Any = range(100)
     schedule: Any = None
     """Schedule of the learning rate; None where a test does not ask for one."""
+    trackers: dict[str, Any] = field(default_factory=dict)
+    """The run's, by verl's names."""
 
     hook = property(lambda self: self.gradloc)
     module = property(lambda self: self.actor.actor_module)
@@ -94,7 +96,7 @@ class Trainer:
         events: list[Any] = []
 
         if self.hook is not None:
-            self.hook.begin_step(batch, SimpleNamespace(logger={}))
+            self.hook.begin_step(batch, SimpleNamespace(logger=self.trackers))
             self.hook.after_advantages(batch, {})
             self.worker = SimpleNamespace(actor=self.actor, actor_lr_scheduler=self.schedule)
 

@@ -94,6 +94,21 @@ def rows_alone(overrides: list[str], dump_dir: str, dropout: float = 0.0) -> dic
     return results[0]
 
 
+def forward_size(overrides: list[str], dump_dir: str) -> dict[str, float]:
+    """The bytes that the step says a forward of its own holds, and those of its largest micro-batch's logits."""
+    batch = make_batch()
+    lengths = batch.batch["attention_mask"].sum(1)
+
+    def measure(hook, *_):
+        step = hook._step
+        tokens = max(int(lengths[step.rows(index)].sum()) for index in range(step.num_micro_batches))
+        return {"bytes": step.forward_bytes(), "of_logits": 4 * harness.VOCABULARY * tokens}
+
+    with instead_of_localizing(measure) as results:
+        make_trainer(ON + FORCE + overrides, dump_dir).update(batch)
+    return results[0]
+
+
 def share_identities(overrides: list[str], dump_dir: str) -> dict[str, Any]:
     """Closure, and the sums of shares by rank, micro-batch and sequence, on a planted spike."""
     measurement, task_of = part("search.share").ShareMeasurement, part("search.task")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios that every rank runs together: plant, update, and hold the event against the oracle."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,8 +127,19 @@ def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, An
     return {
         "event": out["events"][0] if out["events"] else None,
         "metrics": out["metrics"],
+        "tokens": batch.batch["response_mask"].sum(1).tolist(),
         "next_norm": after["metrics"]["actor/grad_norm"][0][0],
     }
+
+
+def announced(overrides: list[str], dump_dir: str) -> list[tuple[int, list[str]]]:
+    """What a spike's update sends to verl's ``file`` tracker: the step, and the names of the culprits' sequences."""
+    batch, sent = make_batch(), []
+    plant(batch, *PLANTED["spike"])
+    trainer = make_trainer(overrides, dump_dir)
+    trainer.trackers["file"] = SimpleNamespace(log=lambda data, step: sent.append((step, data["gradloc/culprits"])))
+    trainer.update(batch)
+    return [(step, [culprit["sequence"] for culprit in culprits]) for step, culprits in sent]
 
 
 def overflow(overrides: list[str], dump_dir: str) -> dict[str, Any]:

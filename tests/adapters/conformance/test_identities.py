@@ -124,6 +124,13 @@ def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_
     check_masked_step(world, dump_dir, strategy, dropout)
 
 
+@not_on(TRL, "test_step.py has what TRL's forward holds")
+@pytest.mark.parametrize(("terms", "tensors"), [([], 1), (TERMS[-1:], 3)], ids=["log-probs", "entropies"])
+def test_a_forward_holds_its_logits_in_float32_and_for_entropies_two_tensors_more(world, dump_dir, terms, tensors):
+    for found in world.run("identities.forward_size", overrides=terms, dump_dir=dump_dir):
+        assert tensors <= found["bytes"] / found["of_logits"] < tensors + 2
+
+
 @default_on(verl09=NONE)
 @not_on(TRL, "every process is a trainer: two small messages a step")
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):

@@ -146,18 +146,19 @@ def test_a_dynamic_batch_size_changes_nothing_but_the_dealing_out(world, dump_di
     assert event["certificate"]["verdict"] == "explained"
 
 
-@default_on(verl09=NONE)
 def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir):
     several = [f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"]
     budget = [f"{ACTOR}.gradloc.trigger.max_events_per_step=4"]
     loss = [f"{ACTOR}.policy_loss.loss_mode=gpg"]  # no ratio that could clip the plant away
     overrides = ON + TAU + several + budget + loss
-    world.run("spikes.update_batch", kind="later", overrides=overrides, dump_dir=dump_dir)
+    found, _ = world.run("spikes.update_batch", kind="later", overrides=overrides, dump_dir=dump_dir)
     events = read_events(dump_dir)
     places = [(e["step"]["epoch"], e["step"]["mini_batch"]) for e in events]
     assert places == [(0, 1), (1, 1)]
+    tokens = sum(found["tokens"][row] for row in (4, 5, 6, 7, 12, 13, 14, 15))  # each rank's second half
     for event in events:
         assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(6, [2])]
+        assert event["trigger"]["num_tokens"] == tokens
 
 
 @default_on(verl07=NONE, verl09=("FSDP2",))
@@ -239,7 +240,9 @@ def test_the_bound_on_a_values_move_is_measured_as_the_update_with_it_is(world, 
 
     train(1e9, "observe")
     (event,) = read_events(dump_dir)
-    (cure,) = event["cures"]
+    given, (cure,) = event["culprits"][0]["values"], event["cures"]
+    slope = 2 * given["loss_weight"] * (given["value"] - given["value_target"])  # of the squared error's mean
+    assert given["coefficient"] == pytest.approx(slope, rel=0.01)
     truth = float(np.mean(train(0.2, "off")["critic/grad_norm"]))  # of one mini-batch, and on verl 0.9 its mean
     assert cure["line"] == "critic.cliprange_value=0.2"
     assert (cure["verdict"] == "healed") == (truth < event["trigger"]["threshold"]) == heals
@@ -254,5 +257,5 @@ def test_the_critics_loss_asked_again_gives_what_its_backward_left_or_would_have
     settings = [f"{ACTOR}.gradloc.critic=observe", f"{ACTOR}.gradloc.trigger.tau=100"]
     asked = {"overrides": settings, "dump_dir": dump_dir, "target": 1e4, "other": 2e4}
     for found in world.run("tests.world.models.critic.own_loss", **asked):
-        assert found["own"] and found["other"]
+        assert found["own"] and found["other"] and found["noted"]
     assert not found["unlike"], "rank 1 holds the return"

@@ -6,7 +6,7 @@ import pytest
 from tests.adapters.conformance.layouts.checks import check_oracle
 from tests.trainers import NONE, TRL, default_on, not_on
 from tests.world.events import read_events
-from tests.world.spikes import KL
+from tests.world.spikes import KL, PLANTED
 
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
 TAU = ["actor_rollout_ref.actor.grad_norm_threshold=640", "actor_rollout_ref.actor.gradloc.search.strategy=bisect"]
@@ -65,6 +65,13 @@ def test_a_loss_that_a_user_registered_is_looked_into_as_it_is(world, dump_dir, 
     assert event["certificate"]["verdict"] == "explained"
     if epochs == 1:  # the oracle is of an update's first step
         check_oracle(read_events(dump_dir)[0], found, closure=None)
+
+
+@not_on(TRL, "test_tensorboard_gets_the_metrics_and_the_verdict is its own")
+def test_a_spike_is_in_the_runs_trackers_by_the_prompt_and_the_rollout_of_its_culprit(world, dump_dir):
+    row, number = PLANTED["spike"][0], 1  # the second of a pair
+    sent = world.run("spikes.announced", overrides=ON + TAU, dump_dir=dump_dir)
+    assert sent == [[(1, [f"prompt-{row // 2}:{number}"])]] * 2, "each rank is a driver of its own here"
 
 
 @default_on(verl09=NONE)

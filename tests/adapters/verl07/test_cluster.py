@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster, where every process has its own disk and its own working folder."""
 
+import json
 import os
 
 import pytest
+
+from tests.world.harness import VOCABULARY
 
 ON = ["actor_rollout_ref.actor.spike_detection=True", "actor_rollout_ref.actor.grad_norm_threshold=640"]
 
@@ -13,6 +16,12 @@ def test_the_weights_of_an_event_are_a_checkpoint_of_verls_or_on_no_disk_at_all(
     kept = world.run("cluster.keep_weights", strategy=strategy, folder=str(tmp_path / "kept"), full_rank=None)
     assert [(found["is_kept"], found["is_moved"], found["is_back"]) for found in kept] == [(True, True, True)] * 2
     assert kept[0]["shards"] == [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+    model, sharding = (
+        json.loads((tmp_path / "kept" / name).read_text()) for name in ("huggingface/config.json", "fsdp_config.json")
+    )
+    assert (model["model_type"], model["vocab_size"], sharding["world_size"]) == ("qwen3", VOCABULARY, 2), (
+        "what verl's merger reads"
+    )
     full = world.run("cluster.keep_weights", strategy=strategy, folder=str(tmp_path / "full"), full_rank=1)
     assert [found["is_kept"] for found in full] == [False, False]
     assert full[0]["shards"] == []

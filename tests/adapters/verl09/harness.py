@@ -107,6 +107,7 @@ class Trainer:
     dp_size: int = 1
     of_workers: dict[str, Any] = field(default_factory=dict)  # the last update's metrics, before the trainer's part
     reports: list[Any] = field(default_factory=list)  # of the last update, from each process
+    trackers: dict[str, Any] = field(default_factory=dict)  # the run's, by verl's names
 
     make_config = staticmethod(make_config)
 
@@ -127,6 +128,9 @@ class Trainer:
         with self.store:
             meta = self.store.add(batch)
             if hasattr(self.trainer, "gradloc"):
+                if self.trackers:
+                    self.trainer.logger = SimpleNamespace(logger=self.trackers)
+                    self.trainer.on_train_begin()
                 self.trainer.gradloc.reweight(as_update(self.trainer, meta), {})
             self.trainer._update_actor(meta, metrics)
         return metrics

@@ -30,7 +30,7 @@ def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, An
     trainer.train_dataloader = SimpleNamespace(collate_fn=lambda items: {"raw_prompt": items})
     trainer.train_dataloader_it = "training's"
     trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: seen.append({"weights": step}))
-    trainer.global_steps = 7
+    trainer.global_steps, trainer.curr_step_profile = 7, True
 
     def meta(keys: list[str]) -> Any:
         return KVBatchMeta(keys=keys, partition_id="train", tags=[{} for _ in keys])
@@ -46,16 +46,18 @@ def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, An
                 "n": twin.config.actor_rollout_ref.rollout.n,
                 "filters": twin.config.algorithm.filter_groups,
                 "has_own_buffer": twin.replay_buffer is not buffer,
+                "profiles": twin.curr_step_profile,
             }
         )
         own = dict(zip(prompts["uid"], map(dict, made.store.rows.values()), strict=False))
         made.store.rows |= own
+        analysis.counts = {"kept_ratio": 0.5}  # as the filter of rollouts leaves it
         if failing:
             raise RuntimeError("no rollouts")
         twin._update_actor(meta(list(own)), metrics)
 
-    sizes: list[int] = []
-    analysis.buckets.analyse = lambda *_: sizes.append(len(analysis._separate(5).uids)) or {}
+    sums: list[float] = []
+    analysis.buckets.analyse = lambda *_: sums.extend(analysis._separate(5).tensors["advantages"].sum(1).tolist()) or {}
     metrics: dict[str, Any] = {}
     batch = make_batch()
     batch.batch["rm_scores"] = torch.rand_like(batch.batch["advantages"])
@@ -64,7 +66,8 @@ def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, An
         analysis.run(QueueUpdate(trainer, _ACTOR, training), metrics, {})
     return {
         "seen": seen,
-        "sizes": sizes,
+        "sums": sums,
+        "of_training": batch.batch["advantages"].sum(1).tolist(),
         "failures": metrics["grad_analysis/failures"],
         "is_queue_same": list(made.store.rows) == training.keys,
         "is_trainer_same": trainer.train_dataloader_it == "training's" and trainer.replay_buffer is buffer,

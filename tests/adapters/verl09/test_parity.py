@@ -46,6 +46,7 @@ def test_advantages_are_reweighted_where_the_estimator_has_put_them(call):
 @pytest.mark.parametrize("failing", [False, True])
 def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothing_behind(world, model_dir, failing):
     own = ["trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=3"]
+    own += [f"{ACTOR}.filter_loss_scaling=linear", "actor_rollout_ref.rollout.rollout_filter_strategy=top_k"]
     overrides = [*ON, "trainer.gradient_analysis_mode=true", "trainer.gradient_analysis_every=2", *own]
     made, _ = world.run(
         "tests.adapters.verl09.separate.prepare",
@@ -57,8 +58,10 @@ def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothin
     assert weights == {"weights": 6}
     prompts = twin.pop("prompts")
     assert len(set(prompts)) == 4 and set(prompts) <= set(range(100, 200))
-    assert twin == {"step": 7, "rollouts": [3] * 4, "n": 3, "filters": None, "has_own_buffer": True}
-    assert made["sizes"] == ([] if failing else [4]) and made["failures"] == failing
+    wanted = {"step": 7, "rollouts": [3] * 4, "n": 3, "filters": None, "has_own_buffer": True}
+    assert twin == {**wanted, "profiles": False}, "verl's sample has ended the profile of this step"
+    scaled = [0.5 * whole for whole in made["of_training"][:4]]  # of which the rollouts here are copies
+    assert made["sums"] == pytest.approx([] if failing else scaled) and made["failures"] == failing
     assert made["is_queue_same"] and made["is_trainer_same"] and made["n"] == 1
 
 

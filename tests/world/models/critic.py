@@ -80,7 +80,8 @@ def train(
 
 
 def own_loss(overrides: list[str], dump_dir: str, target: float, other: float) -> dict[str, Any]:
-    """The step's own loss asked of another return, beside the record that training on that one leaves."""
+    """The step's own loss asked of another return, beside the record that training on that one leaves; and whether the
+    norm was noted after each backward that sums the gradient."""
     from tests.world.identities import instead_of_localizing
 
     def records(step: Any, returns: torch.Tensor | None) -> list[torch.Tensor]:
@@ -96,13 +97,19 @@ def own_loss(overrides: list[str], dump_dir: str, target: float, other: float) -
             train(overrides, dump_dir, target)
         return results[0]
 
+    def noted(hook: Any, *_: Any) -> bool:
+        return len(hook._tracker._running) == (1 if hook._step.reduces_once else hook._step.num_micro_batches)
+
+    with instead_of_localizing(noted) as is_noted:
+        train(overrides, dump_dir, target)
     own = make_values(target).batch["returns"]
     ((wanted,), (left, same, found)) = (
         measured(other, None),
         measured(target, None, own, make_values(other).batch["returns"]),
     )
     pairs = {"own": (same, left), "other": (found, wanted), "unlike": (left, wanted)}
-    return {name: all(torch.equal(*pair) for pair in zip(*both, strict=True)) for name, both in pairs.items()}
+    found = {name: all(torch.equal(*pair) for pair in zip(*both, strict=True)) for name, both in pairs.items()}
+    return {**found, "noted": is_noted == [True]}
 
 
 def oracle(batch: Any) -> dict[str, float]:

@@ -43,6 +43,7 @@ ASKED_AGAIN = (
     test_identities.test_the_loss_asked_again_gives_what_the_backward_left_and_other_tensors_what_theirs_leaves
 )
 MASKED = test_identities.test_a_masked_step_is_training_without_the_culprits_bit_for_bit
+FORWARD = test_identities.test_a_forward_holds_its_logits_in_float32_and_for_entropies_two_tensors_more
 SHARES = test_identities.test_the_shares_of_all_tokens_add_up_however_they_are_grouped
 PLANTED = test_localization.test_planted_culprits_and_nothing_else_are_named
 KL = test_localization.test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named
@@ -61,6 +62,7 @@ SAME = [
     (NOT_FINITE, {"kind": "nan"}, ("PP 2",), ("PP 2",)),
     (SHARES, {"layout": TERMS}, (*DEFAULT, *PAIRS, *KERNELS, *ON_CPU[:1], *CP), ("TP 2",)),
     (SHARES, {"layout": BIAS}, ("experts, EP 2",), ("experts, EP 2",)),
+    (FORWARD, {"terms": TERMS[-1:], "tensors": 3}, ("PP 2",), ("PP 2",)),
     (ASKED_AGAIN, {"dtype": [], "policy": test_identities.OFF_POLICY}, (*DEFAULT, *CP), ("PP 2",)),
     (CURE, {"kind": "pushed down"}, (*DEFAULT, *CP), ()),
     (HEALED, {"name": "pushed down", "layout": []}, ("TP 2", "PP 2", "experts, EP 2"), ()),
