@@ -8,6 +8,7 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 import ast
 import functools
 import html
+import math
 import re
 import warnings
 from collections import defaultdict
@@ -33,7 +34,7 @@ from .grammars import (
 )
 from .guessed import Guessed
 from .names import is_norm, leaves, listed, number, step_of
-from .pairs import NUMBER, SYMBOL, as_float, wanted
+from .pairs import NUMBER, SYMBOL, as_float, pairs, wanted
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Skip, flat
 from .source import Source
@@ -218,10 +219,11 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         notes += _drop_cut_value(best, _plain(last))
     if len(best.rows) > 1 and all(len(rows) == 1 and str(rows[0][0]) == of for of, rows in best.rows.items()):
         best.rows = {"": [row for rows in best.rows.values() for row in rows]}  # 47: 0.25 is no process' line
-    made, printed_by = list[Recording](), dict[tuple, str]()
-    for process, rows in best.rows.items():
-        printed = tuple((step, name, values[name]) for step, values in rows for name in norms if name in values)
-        if printed_by.setdefault(printed or (process,), process) == process:
+    made, printed_by = list[Recording](), dict[str, set[tuple]]()
+    for process, rows in sorted(best.rows.items(), key=lambda entry: -len(entry[1])):
+        printed = {(step, name, values[name]) for step, values in rows for name in norms if name in values}
+        if not printed or not any(printed <= other for other in printed_by.values()):
+            printed_by[process] = printed
             made.append(Recording(source.name, best.title, "", process, rows, config.settings))
             made[-1].verdicts = json_lines.verdicts
     if num_alike := len(best.rows) - len(made):
@@ -396,12 +398,19 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
     return notes
 
 
+_DECIMALS = re.compile(r"\d\.(\d+)(?:[eE][-+]\d\d)?\s*$")
+
+
 def _drop_cut_value(grammar: Grammar, last: str) -> list[str]:
     """Drop the last value of a file that ends within a line, which may lack digits: 90 of 903."""
-    step, values = grammar.rows[_stripped(last)[1]][-1]
-    name = next(reversed(values), None)
-    if name is None or last.rstrip().endswith((")", "]")):
+    *before, (step, values) = grammar.rows[_stripped(last)[1]]
+    name = next((name for name in reversed([*pairs(last)]) if name in values), next(reversed(values), None))
+    if name is None or last.rstrip().endswith((")", "]")) or not math.isfinite(values[name]):
         return []
+    decimals = [len(repr(row[name]).partition(".")[2]) for _, row in before[-20:] if name in row]
+    ends = _DECIMALS.search(last)
+    if ends and len(decimals) > 2 and 8 > len(ends[1]) >= max(decimals):
+        return []  # as many as the others have; of more an exponent may follow
     del values[name]
     return [f"The last line is cut off: {name} of step {step} may lack digits and was left out."]
 

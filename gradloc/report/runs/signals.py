@@ -420,6 +420,9 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
         return None
     times, at, was = best
     step, peak = known[at]
+    begin = at
+    while begin and known[begin - 1][1] > 1.3 * was:
+        begin -= 1
     back = next((later for later, value in known[at + 1 :] if value - was < 0.1 * (peak - was)), None)
     end = "is not back at the end of the log" if back is None else f"was back at step {back}"
     sentence = (
@@ -427,7 +430,8 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
         f"and {end}."
     )
     if back is None:
-        return Sign("loss", sentence, "", step, known[at - 1][0] + 1)
+        sentence += f" It began at step {known[begin][0]}." if begin < at else ""
+        return Sign("loss", sentence, "", step, known[begin - 1][0] + 1)
     return Sign("loss", sentence, "No need to resume. Log the gradient norm to see such a step from its cause.", step)
 
 

@@ -20,6 +20,7 @@ from ..logs.names import is_norm, listed
 from ..logs.recording import MEAN, Metrics
 from ..logs.segments import LoggedRun, Segment, surviving
 from .health import ranges
+from .signals import interval
 
 EARLY = 10.0
 """Multiple of the others' median from which a norm is a spike while the rule has no threshold yet."""
@@ -199,7 +200,7 @@ class Explosion:
 def explosions_of(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]:
     """Find a segment's explosions, each with its kind by the norms alone."""
     groups = [tuple(group) for stands_out, group in groupby(judged, lambda step: step.stands_out) if stands_out]
-    is_begun = segment.before is None
+    is_begun = segment.before is None and segment.first <= 2 * interval(segment.metrics)
     found = [Explosion(segment, g, is_begun and g[0] is judged[0] and g[0].is_early) for g in groups]
     grown = growth(segment, judged)
     if grown is not None:
@@ -275,8 +276,8 @@ def ceiling(steps: Sequence[Judged]) -> str:
     limit = float(f"{top:.1g}")
     at_it = [step.step for step in steps if math.isclose(step.norm, limit, rel_tol=1e-5)]
     below = [norm for norm in norms if not math.isclose(norm, limit, rel_tol=1e-5)]
-    if not math.isclose(top, limit, rel_tol=1e-5):
-        return ""
+    if not math.isclose(top, limit, rel_tol=1e-5) or not below and len(norms) < len(steps):
+        return ""  # the only other ones are 0: rounded
     fine = sum(float(f"{norm:.3g}") != norm for norm in below)
     commonest = max(Counter(below).values(), default=0)
     is_plain = fine >= 0.8 * len(below) and len(below) >= LASTING
