@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a spike hurt the run, judged by its metrics before and after the step. Pure.
+"""Judge whether a spike hurt the run, by its metrics before and after the step. Pure functions.
 
 A metric is worse where its median after the step is off its median before by three times its own spread, and by a
 size that matters. Medians, so that another spike nearby does not decide.
@@ -24,7 +24,7 @@ _MAD = 1.4826
 """Standard deviation of normal noise over its median absolute deviation."""
 
 Series = Callable[[str], Sequence[tuple[int, float]]]
-"""The steps and values of a metric, those that are finite; empty where the run has none of that name."""
+"""A metric's name -> its steps and finite values; empty where the run has no such metric."""
 
 _METRICS = {
     "norm": ("{model}/grad_norm_max", "{model}/grad_norm"),
@@ -60,45 +60,48 @@ class Impact:
     answer: str
     """``yes``, ``no``, ``not yet known``, or ``not known`` where the norm alone is logged."""
     why: str
-    """Sentences."""
+    """The grounds, in sentences."""
     parts: tuple[Aftermath, ...] = ()
 
 
 def impact_of(event: Event, series: Series) -> Impact:
-    """Judge from its run's metrics whether an event hurt."""
+    """Judge from the run's metrics whether an event hurt the run."""
     step, norm, cause = event.step.global_step, event.trigger.grad_norm, step_cause(event)
-    around = (_part(title, series, step, event.model or "actor") for title in _METRICS)
-    parts = tuple(part for part in around if part)
+    model = event.model or "actor"
+    parts = tuple(part for title in _METRICS if (part := _part(title, series, step, model)) is not None)
     known = [part for part in parts if part.after is not None]
     worse = [part for part in known if part.is_worse]
     if cause and cause.label == "non_finite_weights":
         return Impact("yes", "The weights are not finite: no later step can be.", parts)
     taken, consequence = event.action.taken, event.consequence
-    is_left = taken in ("skip", "abort")
-    is_broken = norm is not None and not math.isfinite(norm) and taken not in ("mask", "heal")
-    if is_broken and not is_left and consequence is not None and consequence.is_taken:
+    is_skipped = taken in ("skip", "abort")
+    is_not_finite = norm is not None and not math.isfinite(norm) and taken not in ("mask", "heal")
+    if is_not_finite and not is_skipped and consequence is not None and consequence.is_taken:
         return Impact("yes", "The optimizer took a step that is not finite.", parts)
     if worse:
-        return Impact("yes", " ".join(_went(part) for part in worse), parts)
-    if is_left or is_broken:
+        return Impact("yes", " ".join(_change(part) for part in worse), parts)
+    if is_skipped or is_not_finite:
         return Impact("no", "The step was not taken.", parts)
-    if [part.title for part in known] == ["norm"]:  # which Adam hides a spike's damage from
-        went = f"from {number(known[0].before, 3)} to {number(known[0].after, 3)}"
-        return Impact("not known", f"The norm went on as before, {went}. No loss or reward is logged here.", parts)
+    if [part.title for part in known] == ["norm"]:  # under Adam, the norm may not show a spike's damage
+        (norms,) = known
+        change = f"from {number(norms.before, 3)} to {number(norms.after, 3)}"
+        return Impact("not known", f"The norm went on as before, {change}. No loss or reward is logged here.", parts)
     if known:
         titles = capitalized(listed([part.title for part in known]))
         return Impact("no", f"{titles} went on as before.", parts)
     if parts:
-        num = max(sum(at > step for at, _ in part.points) for part in parts)
-        return Impact("not yet known", f"{plural(num, 'step')} since; {_LEAST} are needed.", parts)
+        num_steps = max(sum(at > step for at, _ in part.points) for part in parts)
+        return Impact("not yet known", f"{plural(num_steps, 'step')} since; {_LEAST} are needed.", parts)
     return Impact("not yet known", "There are no metrics around this step.")
 
 
 def _part(title: str, series: Series, step: int, model: str) -> Aftermath | None:
     """Compare one metric before and after; None where it has too few values before the event."""
-    values = next((found for name in _METRICS[title] if (found := series(name.format(model=model)))), ())
-    near = tuple((at, value) for at, value in values if step - BEFORE <= at <= step + AFTER)
-    before, after = [value for at, value in near if at < step], [value for at, value in near if at > step]
+    logged = (series(name.format(model=model)) for name in _METRICS[title])
+    points = next(filter(None, logged), ())
+    near = tuple((at, value) for at, value in points if step - BEFORE <= at <= step + AFTER)
+    before = [value for at, value in near if at < step]
+    after = [value for at, value in near if at > step]
     if len(before) < _LEAST or not any(before):
         return None
     usual = statistics.median(before)
@@ -114,6 +117,6 @@ def _part(title: str, series: Series, step: int, model: str) -> Aftermath | None
     return Aftermath(title, near, usual, now, is_off and abs(now - usual) > spread)
 
 
-def _went(part: Aftermath) -> str:
-    way = "rose" if part.after is not None and part.after > part.before else "fell"
-    return f"The {part.title} {way} from {number(part.before, 3)} to {number(part.after, 3)}."
+def _change(part: Aftermath) -> str:
+    verb = "rose" if part.after is not None and part.after > part.before else "fell"
+    return f"The {part.title} {verb} from {number(part.before, 3)} to {number(part.after, 3)}."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings under ``trainer.health``, validated when the run starts.
+"""Validate the settings under ``trainer.health`` when the run starts.
 
-Each rule has one setting, which has the rule's name: a pair (warning, danger) in the rule's own unit. A null in place
-of one of them leaves that state out, a null in place of the pair switches the rule off.
+Each rule has one setting of its name: a pair (warning, danger) in the rule's own unit. A null in place of one of them
+leaves that state out, a null in place of the pair switches the rule off.
 """
 
 import math
@@ -98,11 +98,12 @@ class HealthConfig:
 
     @classmethod
     def rule_names(cls) -> tuple[str, ...]:
-        """Return the settings that are rules, in order: those whose bound :meth:`check` knows, and not the field."""
+        """Return the settings that are rules, in order: their fields have no bound, for :meth:`check` checks them."""
         return tuple(each.name for each in fields(cls) if "allowed" not in each.metadata)
 
 
 def _limits(name: str, value: Any) -> Limits:
+    """Return a rule's limits as numbers; None where the rule is off."""
     if value is None:
         return None
     expected = "null (off) or [warning, danger], each null or a number from 0 on"

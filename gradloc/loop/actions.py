@@ -77,12 +77,12 @@ def decide(
         if healed_by is None:
             return act("skip", "no setting that was measured brings the norm under the threshold")
         return act("heal", f"the step is taken under {healed_by}")
-    num_masked, after = len(tokens), certificate.norm_after
+    num_masked, norm = len(tokens), certificate.norm_after
     if not num_masked:
         return act("skip", f"there is no token to mask: {certificate.reason}")
-    if certificate.verdict == "undecided" and after is not None and after < (certificate.threshold or 0.0):
-        pass  # the error bound is of no concern: the step taken is the very gradient whose norm was measured
-    elif certificate.verdict != "explained":
+    # the step takes the very gradient whose norm was measured, so the error bound does not matter to it
+    is_low = certificate.verdict == "undecided" and norm is not None and norm < (certificate.threshold or 0.0)
+    if certificate.verdict != "explained" and not is_low:
         return act("skip", f"masking the culprits would not help: {certificate.reason}")
     most, most_share = limits.max_masked_tokens, limits.max_masked_share
     if num_masked > most:
@@ -95,7 +95,12 @@ def decide(
 
 def decide_without_search(limits: ActionLimits, spike: Spike, num_searches: int) -> Action | None:
     """Choose the action on a spike that no event will be written of; None if that takes a search, as for ``mask``.
-    ``num_searches``: of this update so far."""
+
+    Args:
+        limits: the action that was asked for.
+        spike: the spike.
+        num_searches: searches of this update so far.
+    """
     if limits.mode not in _SEARCHED or spike.kind == "forced":
         taken = "observe" if spike.kind == "forced" else limits.mode
         return Action(limits.mode, taken, "as configured")

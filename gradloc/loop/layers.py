@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the layer and the kind of module that a parameter belongs to, by its name.
+"""Find the layer and the kind of module of a parameter by its name, and add norms up by them.
 
 FSDP1 without original parameters merges all parameters of a wrapped unit into one flat parameter, whose name still has
 the layer; its kind is ``mixed``.
@@ -26,20 +26,22 @@ _KINDS = (
 
 
 def layer_of(name: str) -> str:
-    """``layer N`` for a block's parameter, ``vision layer N`` for one of what reads pictures, else its kind.
+    """Return ``layer N``, ``vision layer N`` for a block that reads pictures, or a kind for a parameter of no block.
 
     >>> layer_of("model.layers.3.mlp.up_proj.weight")
     'layer 3'
     >>> layer_of("model.embed_tokens.weight")
     'embedding'
     """
-    found, of = _LAYER.search(name), "vision " if _VISION.search(name) else ""
-    return f"{of}layer {found.group(1)}" if found else kind_of(name)
+    found = _LAYER.search(name)
+    if found is None:
+        return kind_of(name)
+    return f"{'vision ' if _VISION.search(name) else ''}layer {found[1]}"
 
 
-@functools.cache  # asked at every step
+@functools.cache  # called at every step
 def kind_of(name: str) -> str:
-    """``embedding``, ``attention``, ``mlp``, ``norm``, ``head``, ``vision``, ``mixed`` (a flat parameter) or ``other``.
+    """Return ``embedding``, ``attention``, ``mlp``, ``norm``, ``head``, ``vision``, ``mixed`` or ``other``.
 
     >>> kind_of("model.layers.3.post_attention_layernorm.weight")
     'norm'
@@ -48,7 +50,8 @@ def kind_of(name: str) -> str:
         return "mixed"
     if _VISION.search(name):
         return "vision"
-    for part in (name.rsplit(".", 2)[-2] if name.count(".") else name, name):  # the module's own name says it best
+    module = name.rsplit(".", 2)[-2] if "." in name else name
+    for part in (module, name):  # the name of the parameter's own module comes first
         for kind, marks in _KINDS:
             if any(mark in part for mark in marks):
                 return kind
@@ -56,7 +59,7 @@ def kind_of(name: str) -> str:
 
 
 def names_for_layers(space: GradientSpace) -> list[str]:
-    """Return the parameters' names, with that of a head where only the trainer says that a parameter is one."""
+    """Return the parameters' names, ``lm_head`` for one that only the trainer knows to be a head's."""
     return ["lm_head" if name in space.heads and layer_of(name) == "other" else name for name in space.names]
 
 
@@ -105,8 +108,8 @@ def norms_by(group: Callable[[str], str], names: list[str], squares: torch.Tenso
 def layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor | None) -> LayerHistory | None:
     """Compare each layer's norm with its own median, and with how the layers moved together before.
 
-    Layerwise heterogeneity (GradLoc, intro figure): layers whose norms no longer go together. Here: ``spread``, the
-    largest layer's excess over the median layer's, and the mean correlation over time of the layers' log-norms.
+    This is GradLoc's layerwise heterogeneity: ``spread``, the largest layer's excess over the median layer's, and the
+    mean correlation over time of the layers' log-norms.
     """
     if history is None:
         return None
@@ -116,10 +119,11 @@ def layer_history(names: list[str], squares: torch.Tensor, history: torch.Tensor
     medians = norms.median(0).values  # norms: (steps, layers)
     excess = torch.where(medians > 0, now / medians, torch.ones_like(now))
     correlation = torch.corrcoef(norms.clamp(min=1e-30).log().T).nan_to_num(nan=1.0)
-    num = len(now)
+    num_layers = len(now)
+    num_pairs = num_layers * (num_layers - 1)
     return LayerHistory(
         num_steps=len(norms),
         excess=dict(zip(layers, excess.tolist(), strict=True)),
         spread=float(excess.max() / excess.median().clamp(min=1e-30)),
-        mean_correlation=float((correlation.sum() - num) / (num * (num - 1))) if num > 1 else 1.0,
+        mean_correlation=float((correlation.sum() - num_layers) / num_pairs) if num_pairs else 1.0,
     )

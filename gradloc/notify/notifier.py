@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Announces events that are on disk."""
+"""Announce events that are on disk: on the console, in trackers, by alerts."""
 
 import json
 import logging
@@ -97,29 +97,32 @@ class Notifier:
 
     def _alert(self, written: Written) -> None:
         """Alert about the first event, unless the last alert was too recent; the next one counts those left out."""
-        settings, (event, why) = self.settings, written[0]
-        names = [name for name in self.trackers if settings.tracker_alerts and name in ALERTS]
-        if not (names or settings.command or settings.webhook):
+        settings = self.settings
+        trackers = [name for name in self.trackers if settings.tracker_alerts and name in ALERTS]
+        if not (trackers or settings.command or settings.webhook):
             return
         now = time.monotonic()
         if now - self._last_alert < settings.min_interval_s:
             self._num_missed += len(written)
             self._held = written
             return
-        more = len(written) - 1 + self._num_missed
+        num_more = len(written) - 1 + self._num_missed
         self._last_alert, self._num_missed, self._held = now, 0, ()
+        event, why = written[0]
         run = "/".join(part for part in (event.run.project, event.run.experiment) if part) or "a run"
-        text = announcement(event) + (f" (and {more} more since the last alert)" if more else "")
-        text += f"; {not_written(self.root, why)}" if why else ""
-        folder = "" if why else str(self._folder(event))
-        for name in names:
+        text, folder = announcement(event), str(self._folder(event))
+        if num_more:
+            text += f" (and {num_more} more since the last alert)"
+        if why:
+            text, folder = f"{text}; {not_written(self.root, why)}", ""
+        for name in trackers:
             alert = partial(ALERTS[name], self.trackers[name], f"gradloc: {run}", text)
-            self._alerts.submit(f"the alert of {name}", partial(self._sent, alert))
+            self._submit_alert(f"the alert of {name}", alert)
         if settings.command:
             document = json.dumps(plain(event), allow_nan=False)
             environment = {"GRADLOC_TEXT": text, "GRADLOC_EVENT_DIR": folder}
             command = partial(run_command, settings.command, document, environment, settings.timeout_s)
-            self._alerts.submit("gradloc.notify.command", partial(self._sent, command))
+            self._submit_alert("gradloc.notify.command", command)
         if settings.webhook:
             message = {
                 "text": f"{run}: {text}",  # what Slack shows; Discord: content. No context of the token leaves here
@@ -129,16 +132,19 @@ class Notifier:
                 "taken": event.action.taken,
                 "path": folder or None,
             }
-            webhook = partial(post, settings.webhook, message, settings.timeout_s)
-            self._alerts.submit("gradloc.notify.webhook", partial(self._sent, webhook))
+            self._submit_alert("gradloc.notify.webhook", partial(post, settings.webhook, message, settings.timeout_s))
 
-    def _sent(self, alert: Callable[[], None]) -> None:
-        """Send an alert; after a failure the next event is not held back."""
-        try:
-            alert()
-        except Exception:
-            self._last_alert = -math.inf
-            raise
+    def _submit_alert(self, what: str, alert: Callable[[], None]) -> None:
+        """Send an alert from its thread; after a failure the next event is not held back."""
+
+        def send() -> None:
+            try:
+                alert()
+            except Exception:
+                self._last_alert = -math.inf
+                raise
+
+        self._alerts.submit(what, send)
 
     def _folder(self, event: Event) -> Path:
         return self.root / (event.folder or "")

@@ -94,30 +94,37 @@ def update_in_stages(
 
 
 def merged(names: list[str], updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the stages' metrics, together and apart: each a list over ranks, as verl has them, of numbers or of
-    lists.
+    """Return the stages' metrics, of both together and of each.
+
+    As verl has them, a metric is a list over ranks, of numbers or of lists.
     """
-    both: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for metrics in updates:
         for key, values in metrics.items():
-            if key not in both:
-                both[key] = values
+            if key not in found:
+                found[key] = values
+            elif key in _ADDITIVE:
+                found[key] = _sum(found[key], values)
             else:
-                both[key] = _added(both[key], values) if key in _ADDITIVE else [*both[key], *values]
-    # ours are one number each, of the driver
-    ours = joined([{key: values[0] for key, values in metrics.items() if _is_one(key, values)} for metrics in updates])
-    both |= {key: [value] for key, value in ours.items()}
+                found[key] = [*found[key], *values]
+    # the driver's metrics are one number each
+    from_driver = [
+        {key: values[0] for key, values in metrics.items() if _is_from_driver(key, values)} for metrics in updates
+    ]
+    found |= {key: [value] for key, value in joined(from_driver).items()}
     for name, metrics in zip(names, updates, strict=True):
-        own = {key.removeprefix("actor/"): values for key, values in metrics.items() if key.startswith("actor/")}
-        both |= {f"lopti/{name}/{key}": values for key, values in own.items()}
-    return both
+        for key, values in metrics.items():
+            if key.startswith("actor/"):
+                found[f"lopti/{name}/{key.removeprefix('actor/')}"] = values
+    return found
 
 
-def _is_one(key: str, values: list[Any]) -> bool:
+def _is_from_driver(key: str, values: list[Any]) -> bool:
     return is_ours(key) and len(values) == 1 and isinstance(values[0], int | float)
 
 
-def _added(first: Any, second: Any) -> Any:
+def _sum(first: Any, second: Any) -> Any:
+    """Add metrics element by element."""
     if isinstance(first, list):
-        return [_added(a, b) for a, b in zip(first, second, strict=True)]
+        return [_sum(left, right) for left, right in zip(first, second, strict=True)]
     return first + second

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scalars of a forward that pass by the last hidden state, such as routers' balancing losses.
+"""Follow scalars of a forward that do not depend on the last hidden state, such as routers' balancing losses.
 
-A model returns them, or leaves them in attributes of its modules. The loss takes them from there, so that each has one
+A model returns them, or leaves them in attributes of its modules, where the loss reads them. So each has one
 coefficient, which training's backward leaves.
 """
 
@@ -20,14 +20,14 @@ class Scalars:
 
     def __init__(self) -> None:
         self.places: list[int] = []
-        """Of those among the output's tensors."""
+        """Indices of the scalars among the output's tensors."""
         self.attributes: list[ScalarAttribute] = []
 
     def __len__(self) -> int:
         return len(self.places) + len(self.attributes)
 
     def hook(self, present: RecordedForward, index: int, value: torch.Tensor) -> None:
-        """Keep the gradient of the value with this number in the forward's ``model_auxiliary``, (K,) of K scalars."""
+        """Keep the gradient of the scalar with this index in the forward's ``model_auxiliary``, (K,) of K scalars."""
         value.register_hook(partial(self._keep, present, index))
 
     def hook_attributes(self, present: RecordedForward) -> None:
@@ -42,9 +42,9 @@ class Scalars:
         Args:
             leaves: the tensors of its output.
         """
-        found = [leaves[place] for place in self.places if place < len(leaves)]
-        found += [value for attribute in self.attributes if (value := attribute.value) is not None]
-        return torch.stack(found) if found and len(found) == len(self) else None
+        values = [leaves[place] for place in self.places if place < len(leaves)]
+        values += [value for attribute in self.attributes if (value := attribute.value) is not None]
+        return torch.stack(values) if values and len(values) == len(self) else None
 
     def _keep(self, present: RecordedForward, index: int, grad: torch.Tensor) -> None:
         coefficients = grad.new_zeros(len(self))
@@ -57,37 +57,44 @@ class ScalarAttribute(NamedTuple):
 
     module: torch.nn.Module
     name: str
-    place: int | None = None
-    """Its index in the list; None where the attribute is the scalar."""
-
-    @property
-    def _holder(self) -> Any:
-        return vars(self.module) if self.place is None else vars(self.module).get(self.name)
+    item: int | None = None
+    """The scalar's index in the list; None where the attribute is the scalar."""
 
     @property
     def value(self) -> torch.Tensor | None:
-        """What the last forward left; None where that is no scalar with a graph."""
-        holder, key = self._holder, self.name if self.place is None else self.place
-        is_there = key in holder if isinstance(key, str) else isinstance(holder, list) and key < len(holder)
-        return holder[key] if is_there and _is_scalar(holder[key]) else None
+        """The value that the last forward left; None where that is no scalar with a graph."""
+        value = vars(self.module).get(self.name)
+        if self.item is not None:
+            value = value[self.item] if isinstance(value, list) and self.item < len(value) else None
+        return value if _is_scalar(value) else None
 
     def alias(self) -> torch.Tensor | None:
-        """Put a view of the value in its place, and return the view."""
+        """Replace the value by a view of it, and return the view."""
         value = self.value
-        if value is not None:
-            self._holder[self.name if self.place is None else self.place] = value = value.view_as(value)
-        return value
+        if value is None:
+            return None
+        view, attributes = value.view_as(value), vars(self.module)
+        if self.item is None:
+            attributes[self.name] = view
+        else:
+            attributes[self.name][self.item] = view
+        return view
 
 
 def scalar_attributes(model: torch.nn.Module) -> list[ScalarAttribute]:
-    """Return the attributes of a model's modules that hold scalars with a graph. FSDP1 keeps its weights so: none."""
+    """Return the attributes of a model's modules that hold scalars with a graph; none under FSDP1.
+
+    FSDP1 leaves its weights in attributes, and these have a graph.
+    """
     if any(isinstance(module, FSDP1) for module in model.modules()):
         return []
     found = []
     for module in model.modules():
         for name, value in vars(module).items():
-            places = [place for place, each in enumerate(value) if _is_scalar(each)] if type(value) is list else []
-            found += [ScalarAttribute(module, name, place) for place in ([None] if _is_scalar(value) else places)]
+            if _is_scalar(value):
+                found.append(ScalarAttribute(module, name))
+            elif type(value) is list:
+                found += [ScalarAttribute(module, name, index) for index, each in enumerate(value) if _is_scalar(each)]
     return found
 
 

@@ -48,7 +48,7 @@ from .head import typical_size
 from .hooks import Hook, call_hook
 from .methods import make_hookable
 from .models import find_body_and_head, innermost, is_sequence_first, trained_parts
-from .outputs import hook_parts, tensors_in, wide, with_aliases
+from .outputs import hook_parts, joinable, tensors_in, with_aliases
 from .paths import hidden_in, is_view, replace_hidden, side_outputs
 from .scalars import Scalars, scalar_attributes
 from .unknown import Choice, UnknownModel
@@ -465,7 +465,7 @@ class ModelTap:
     def _join(self, module: torch.nn.Module) -> None:
         """Take the model's outputs that the loss uses for h from the next forward on, since it uses several."""
         self._uses_sides, used = False, sorted(self._used)
-        if not wide([self._used[place] for place in used]):
+        if not joinable([self._used[place] for place in used]):
             return
         self.heads, self._declared_head, self.is_at_head = [], None, False
         self._joined, self._is_by_row, self._unknown = used, False, None
@@ -479,10 +479,10 @@ class ModelTap:
         leaves, present = tensors_in(output), self._present
         parts = [leaves[place] for place in self._joined if place < len(leaves)]
         if self.is_again:
-            self._pass_hidden(torch.cat(wide(parts), -1))
+            self._pass_hidden(torch.cat(joinable(parts), -1))
         elif present is not None and present.shape is None and self.stage is None:
             places = [place for place in self._joined if place < len(leaves) and leaves[place].requires_grad]
-            if len(places) == len(self._joined) and wide(parts):
+            if len(places) == len(self._joined) and joinable(parts):
                 output, views = with_aliases(output, places)
                 present.shape = hook_parts(views, partial(self._keep_part, present))
                 return output

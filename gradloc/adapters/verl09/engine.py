@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP engine with spikes, stabilizers and analyses; the trainer puts it into the workers of a run that asks."""
+"""Add spikes, stabilizers and analyses to verl's FSDP engine, in the workers of a run that switches one on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -78,11 +78,11 @@ class EngineWatch(ActorWatch):
             self.localizer.after_backward()  # of the one before
         step.before_forward(micro_batch)
 
-        def watched(model_output: dict[str, torch.Tensor], **given: Any) -> Any:
+        def recording(model_output: dict[str, torch.Tensor], **kwargs: Any) -> Any:
             step.record_output(model_output)
-            return loss_function(model_output=model_output, **given)
+            return loss_function(model_output=model_output, **kwargs)
 
-        return watched
+        return recording
 
     def around_clip(self) -> AbstractContextManager[None]:
         """Return a context for verl's clipping and step that looks in between."""
@@ -97,7 +97,7 @@ class EngineWatch(ActorWatch):
 
 
 class WatchedEngine:
-    """Mixin before verl's engine: watches a mini-batch that comes with a policy; any other is verl's alone."""
+    """Mixed in before verl's engine: watches a mini-batch that comes with a policy; any other is verl's alone."""
 
     _watch: EngineWatch | None = None
     step_class: type[EngineStep] = EngineStep
@@ -128,11 +128,11 @@ class WatchedEngine:
 
 
 class WatchedFSDP(WatchedEngine):
-    """Mixin before verl's FSDP engine, which runs a micro-batch's forward and loss in one method."""
+    """Mixed in before verl's FSDP engine, which runs a micro-batch's forward and loss in one method."""
 
-    def plain_forward_step(self, *args: Any, **given: Any) -> Any:
+    def plain_forward_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the engine's own forward step, and record nothing."""
-        return super().forward_step(*args, **given)
+        return super().forward_step(*args, **kwargs)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
         if self._watch is not None and not forward_only:
@@ -143,25 +143,25 @@ class WatchedFSDP(WatchedEngine):
 
 
 class GradLocEngine(WatchedFSDP):
-    """Mixin before verl's engine of the actor: runs an analysis in place of a forward where one is asked for."""
+    """Mixed in before the actor's engine: runs an analysis in place of a forward where the trainer requests one."""
 
     analysis_record: Any = None
     """Measurements of the last analysis on this rank."""
 
     def infer_batch(self, data: Any, loss_function: Callable | None = None) -> Any:
-        asked = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
-        if asked is None:
+        requested = tu.get_non_tensor_data(data=data, key=ASKED_KEY, default=None)
+        if requested is None:
             return super().infer_batch(data, loss_function)
         assert loss_function is not None, "an analysis is of training's loss"
-        stabilize = asked.settings.stabilize
+        stabilize = requested.settings.stabilize
         if stabilize.weighs_tokens:
             loss_function = with_token_weights(loss_function, TokenWeigher(stabilize), _forget)
-        self.analysis_record = measured(self, data, loss_function, asked.request)
+        self.analysis_record = analyse(self, data, loss_function, requested.request)
         return {"model_output": {}, "loss": [], "metrics": {}}
 
 
 class GradLocValueEngine(WatchedFSDP):
-    """Mixin before verl's engine of the critic."""
+    """Mixed in before the critic's engine."""
 
     step_class = EngineCriticStep
 
@@ -208,7 +208,7 @@ ASKED_KEY = "gradloc_analysis"
 
 @dataclass(frozen=True)
 class AnalysisRequest:
-    """An analysis that the trainer asks every rank for."""
+    """An analysis that the trainer requests of every rank."""
 
     request: dict[str, Any]
     """Request of :func:`~...analysis.parts.measure`."""
@@ -216,17 +216,17 @@ class AnalysisRequest:
     """Settings of the run."""
 
 
-def measured(engine: Any, data: Any, loss_function: Any, request: dict[str, Any]) -> dict[str, Any]:
+def analyse(engine: Any, data: Any, loss_function: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Analyse this rank's rows (``data``) by :func:`~...analysis.parts.measure`."""
     ranks, limit = Ranks(device=get_device_id()), engine.optimizer_config.clip_grad
     space = GradientSpace(engine.module, ranks)
 
-    def made() -> Analysed:
+    def make() -> Analysed:
         step = AnalysedEngineStep(engine, loss_function, data, ranks)
         clip = partial(CLIPPING.clip, engine.module, limit)
         return Analysed(step, step.label, space, ranks, engine.optimizer, clip, limit)
 
-    return measure(made, space, request)
+    return measure(make, space, request)
 
 
 def record_of_actor(worker: Any) -> DataProto:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc buckets``: the gradient analyses of a run, as figures and tables."""
+"""Draw and print a run's gradient analyses: ``gradloc buckets``."""
 
 import argparse
 import csv
@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         analyses, notes, name = read_wandb(args.wandb_path, args.step)
     if args.json:
-        steps = [
-            to_json(analysis) | {"groups": [{"bucket": bucket, "reward_std": std} for bucket, std in analysis.table]}
-            for analysis in chosen(analyses, args.step)
-        ]
+        steps = []
+        for analysis in chosen(analyses, args.step):
+            groups = [{"bucket": bucket, "reward_std": std} for bucket, std in analysis.table]
+            steps.append(to_json(analysis) | {"groups": groups})
         output.deliver(None, output.as_json({"steps": steps, "notes": notes}))
         return 0
     for note in notes:
@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
             rows = analysis.get("all", "sample_count")
             print(f"step {analysis.step}: {len(analysis.buckets)} buckets, {rows:.0f} rows")
         return 0
-    wanted = chosen(analyses, args.step)
+    drawn = chosen(analyses, args.step)
     folder = args.output_dir or Path(OUTPUTS) / name
     folder.mkdir(parents=True, exist_ok=True)
-    for analysis in wanted:
+    for analysis in drawn:
         for path in write(analysis, folder):
             output.say(path)
     return 0
@@ -80,17 +80,17 @@ def chosen(analyses: dict[int, Any], steps: list[int] | None) -> list[Any]:
 
 
 def write(analysis: StepBuckets, folder: Path) -> list[Path]:
-    """Writes the files of one step: five figures, the metrics and the groups' deviations; returns their paths."""
+    """Write the files of one step: five figures, the metrics and the groups' deviations; return their paths."""
     from ..figures.buckets import FIGURES
 
-    def place(name: str, ending: str) -> Path:
+    def path_of(name: str, ending: str) -> Path:
         return folder / f"gradient_analysis_{name}_step_{analysis.step}.{ending}"
 
     paths = []
     for name, (_, draw) in FIGURES.items():
-        paths.append(place(name, "png"))
+        paths.append(path_of(name, "png"))
         save(draw(analysis), paths[-1])
-    metrics, table = place("metrics", "json"), place("bucket_rv_table", "csv")
+    metrics, table = path_of("metrics", "json"), path_of("bucket_rv_table", "csv")
     output.write(metrics, output.as_json(to_json(analysis)))
     rows = io.StringIO()
     csv.writer(rows, lineterminator="\n").writerows([("bucket", "reward_std"), *analysis.table])
@@ -99,13 +99,14 @@ def write(analysis: StepBuckets, folder: Path) -> list[Path]:
 
 
 def save(figure, path: Path) -> None:
-    """Writes a figure as PNG or SVG, by its ending; the same bytes for the same figure."""
+    """Write a figure as PNG or SVG, by the path's ending; the same bytes for the same figure."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    undated, drawn = {"Date": None} if path.suffix == ".svg" else {"Software": None}, io.BytesIO()
+    varying = "Date" if path.suffix == ".svg" else "Software"
+    drawn = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "gradloc"}):
-        figure.savefig(drawn, format=path.suffix[1:], dpi=DPI, metadata=undated)
+        figure.savefig(drawn, format=path.suffix[1:], dpi=DPI, metadata={varying: None})
     output.write(path, drawn.getvalue())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc mismatch PATH``: why the log-probs of the rollout engine and of the trainer differ."""
+"""Say why the log-probs of the rollout engine and of the trainer differ: ``gradloc mismatch PATH``."""
 
 import argparse
 from pathlib import Path
@@ -53,18 +53,13 @@ def run(args: argparse.Namespace) -> int:
         means = read_means(args.path) if is_log else None
         if means is None:
             raise ReportError(str(error)) from None
-        if args.json:
-            logged, health = means
-            found = {"run": logged.name, "state": health.worst.state, "metrics": health.metrics}
-            output.deliver(None, output.as_json(found | {"findings": health.findings}))
-        else:
-            show_means(terminal.console(), *means)
+        deliver_means(*means, as_json=args.json)
         return 0
     name = args.step or list(steps)[-1]
     verdict = verdicts[name]
     if args.json:
-        found = {step: {"name": each.name, **vars(each)} for step, each in verdicts.items()}
-        output.deliver(None, output.as_json(found))
+        document = {step: {"name": each.name, **vars(each)} for step, each in verdicts.items()}
+        output.deliver(None, output.as_json(document))
     elif args.output is not None:
         output.deliver(args.output, page(steps[name], verdict))
     else:
@@ -89,15 +84,16 @@ def facts(verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def evidence(verdict: Verdict, kind: str) -> list[tuple[str, str]]:
-    """Return the evidence for a kind, with labels."""
-    return [
-        (NUMBERS.get(name, name.replace("_", " ")), percent(value, 2) if name == "token_share" else number(value, 3))
-        for name, value in verdict.evidence[kind].items()
-    ]
+    """Return the evidence for a kind, as labels and values."""
+    rows = []
+    for name, value in verdict.evidence[kind].items():
+        text = percent(value, 2) if name == "token_share" else number(value, 3)
+        rows.append((NUMBERS.get(name, name.replace("_", " ")), text))
+    return rows
 
 
 def show(console: Console, name: str, verdict: Verdict, verdicts: dict[str, Verdict]) -> None:
-    """Prints one step's verdict, and the names of the others'."""
+    """Print one step's verdict, and the names of the others'."""
     console.print(f"{name}: {headline(verdict)}", style="bold")
     console.print(terminal.table((), facts(verdict), gap=3))
     for kind in verdict.kinds:
@@ -115,12 +111,12 @@ def links(threads: str) -> list[tuple[str, str]]:
     >>> links("TRL #6789, none found")
     [('TRL #6789', 'https://github.com/huggingface/trl/issues/6789'), ('none found', '')]
     """
-    made = []
+    found = []
     for thread in threads.split(", "):
-        name, _, count = thread.partition(" #")
-        place = REPOSITORIES.get(name.lower())
-        made.append((thread, f"https://github.com/{place}/issues/{count}" if place and count else ""))
-    return made
+        name, _, issue = thread.partition(" #")
+        repository = REPOSITORIES.get(name.lower())
+        found.append((thread, f"https://github.com/{repository}/issues/{issue}" if repository and issue else ""))
+    return found
 
 
 def page(columns: Columns, verdict: Verdict) -> str:
@@ -169,18 +165,24 @@ def read_means(path: Path) -> tuple[LoggedRun, RunHealth] | None:
     return run, health
 
 
-def show_means(console: Console, run: LoggedRun, health: RunHealth) -> None:
-    """Prints how much the two differ by a log, which cannot say why."""
-    worst = health.findings[0].worst if health.findings else None
-    said = worst.sentence if worst else "No rule finds fault with how much the two differ."
-    console.print(f"{run.name}: {said}", style="bold")
-    metrics, rows = run.metrics, []
-    called = {own: name for name, own in metrics.called.items()}
-    for own in health.metrics:
-        known = metrics.known(called.get(own, own))
-        step, most = max(known, key=lambda point: abs(point[1]))
-        middle = median(value for _, value in known)
-        rows.append((own, number(known[0][1], 3), number(middle, 3), f"{number(most, 3)}, step {step}"))
+def deliver_means(run: LoggedRun, health: RunHealth, as_json: bool) -> None:
+    """Print how much the two differ by a log, which cannot say why."""
+    if as_json:
+        document = {"run": run.name, "state": health.worst.state, "metrics": health.metrics}
+        output.deliver(None, output.as_json(document | {"findings": health.findings}))
+        return
+    console = terminal.console()
+    verdict = "No rule finds fault with how much the two differ."
+    if health.findings:
+        verdict = health.findings[0].worst.sentence
+    console.print(f"{run.name}: {verdict}", style="bold")
+    rows = []
+    name_of_metric = {logged: name for name, logged in run.metrics.called.items()}
+    for logged in health.metrics:
+        points = run.metrics.known(name_of_metric.get(logged, logged))
+        step, largest = max(points, key=lambda point: abs(point[1]))
+        middle = median(value for _, value in points)
+        rows.append((logged, number(points[0][1], 3), number(middle, 3), f"{number(largest, 3)}, step {step}"))
     console.print(terminal.table(("metric", "first", "median", "largest, at step"), rows, gap=3))
     console.print(
         f"Judged from {plural(len(health.verdicts), 'row')}. A log of means says how much rollout and trainer differ, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads gradient analyses by reward-variance bucket from a run's folder, its logs or W&B.
+"""Read gradient analyses by reward-variance bucket from a run's folder, its logs or W&B.
 
 An analysis is a dictionary of metrics under the guide's names (``grad_norm/<bucket>/...``) and, where it is known, the
 table of the groups' reward deviations.
@@ -28,6 +28,8 @@ _COSINE = re.compile(r"grad_cosine/task/(bucket_\d{1,9})/(bucket_\d{1,9})")
 
 @dataclass
 class StepBuckets:
+    """One step's analysis."""
+
     step: int
     values: dict[str, dict[str, float]]
     """Values by bucket (lowest variance first, ``all`` last) and by the rest of the metric's name."""
@@ -38,11 +40,12 @@ class StepBuckets:
 
     @property
     def buckets(self) -> list[str]:
-        """Return the variance buckets, without ``all``."""
+        """The variance buckets, without ``all``."""
         return [name for name in self.values if name != ALL]
 
     @property
     def terms(self) -> list[str]:
+        """The loss' terms that were measured."""
         return [term for term in TERMS if any(term in values for values in self.values.values())]
 
     def get(self, bucket: str, name: str) -> float:
@@ -57,11 +60,13 @@ def from_metrics(step: int, row: Mapping[str, float | None]) -> StepBuckets | No
     for name, value in row.items():
         if value is None:
             continue
-        norm, pair = _NAME.fullmatch(name), _COSINE.fullmatch(name)
-        if norm and isinstance(value, int | float):
-            values.setdefault(norm[1], {})[norm[2]] = float(value)
+        measured, pair = _NAME.fullmatch(name), _COSINE.fullmatch(name)
+        if measured and isinstance(value, int | float):
+            bucket, rest = measured.groups()
+            values.setdefault(bucket, {})[rest] = float(value)
         elif pair:
-            cosines[pair[1], pair[2]] = cosines[pair[2], pair[1]] = float(value)
+            left, right = pair.groups()
+            cosines[left, right] = cosines[right, left] = float(value)
     buckets = sorted(values.keys() - {ALL}, key=lambda name: int(name.rpartition("_")[2]))
     if not buckets:
         return None
@@ -69,21 +74,24 @@ def from_metrics(step: int, row: Mapping[str, float | None]) -> StepBuckets | No
 
 
 def read_analyses(path: Path, runs: Sequence[LoggedRun] | None = None) -> tuple[dict[int, StepBuckets], list[str]]:
-    """Read the bucket analyses in a run's folder; ``runs`` are its logs where they have been read.
+    """Read the bucket analyses in a run's folder, see :func:`read_steps`; ``runs`` are its logs, if they were read."""
 
-    See :func:`read_steps`.
-    """
-    return read_steps(
-        path, "gradient", _from_record, lambda: _from_logs(path, read([path])[0] if runs is None else runs)
-    )
+    def from_logs() -> dict[int, StepBuckets]:
+        return _from_logs(path, read([path])[0] if runs is None else runs)
+
+    return read_steps(path, "gradient", _from_record, from_logs)
 
 
 def read_steps(
     path: Path, kind: str, parse: Callable[[dict], Any], from_logs: Callable[[], dict[int, Any]] = dict
 ) -> tuple[dict[int, Any], list[str]]:
-    """Read the trainer's ``<kind>_analysis/step_<N>.json``; without any, call ``from_logs``.
+    """Read the trainer's ``<kind>_analysis/step_<N>.json``.
 
-    ``parse`` returns None for a record without an analysis.
+    Args:
+        path: the run's folder.
+        kind: of the analysis.
+        parse: a record -> its analysis; None where it has none.
+        from_logs: called where there is no record: the analyses by step.
 
     Returns:
         The analyses in the order of their steps, and a sentence for each thing that could not be read.
@@ -115,7 +123,7 @@ def read_steps(
 
 
 def _from_record(record: dict) -> StepBuckets | None:
-    # "NaN" and "Infinity" are how the trainer spells what JSON has no number for
+    # JSON has no number for NaN and infinities: the trainer writes "NaN" and "Infinity", which float() reads
     row = {name: float(value) for name, value in record["metrics"].items() if value is not None}
     analysis = from_metrics(int(record["global_step"]), row)
     if analysis is not None:
@@ -126,27 +134,28 @@ def _from_record(record: dict) -> StepBuckets | None:
 def _from_logs(path: Path, runs: Sequence[LoggedRun]) -> dict[int, StepBuckets]:
     """Read analyses from any logger's metrics, with tables from the trainer's CSV."""
     analyses: dict[int, StepBuckets] = {}
-    for metrics in (run.metrics for run in runs):
-        series = {name: values for name, values in metrics.series.items() if name.startswith("grad_")}
-        for at, step in enumerate(metrics.steps if series else ()):
-            analysis = from_metrics(step, {name: values[at] for name, values in series.items()})
+    for run in runs:
+        series = {name: values for name, values in run.metrics.series.items() if name.startswith("grad_")}
+        for index, step in enumerate(run.metrics.steps if series else ()):
+            analysis = from_metrics(step, {name: values[index] for name, values in series.items()})
             if analysis is not None:
                 analyses.setdefault(step, analysis)
     for file in _files(path, "gradient_analysis", "group_rv_table_step_*.csv"):
         with suppress(OSError, ValueError, csv.Error):
             analysis = analyses.get(int(file.stem.rpartition("_")[2]))
-            if analysis is not None:
-                analysis.table = []
-                for row in csv.DictReader(read_bytes(file, path).decode("utf-8", errors="replace").splitlines()):
-                    with suppress(KeyError, TypeError, ValueError):  # a line that does not parse is left out
-                        analysis.table.append((row["bucket"], float(row["reward_std"])))
+            if analysis is None:
+                continue
+            analysis.table = []
+            for row in csv.DictReader(read_bytes(file, path).decode("utf-8", errors="replace").splitlines()):
+                with suppress(KeyError, TypeError, ValueError):  # a line that does not parse is left out
+                    analysis.table.append((row["bucket"], float(row["reward_std"])))
     return analyses
 
 
 def _files(path: Path, folder: str, pattern: str) -> list[Path]:
     """Return the files in a run's folders of this name; ``path`` may be one itself."""
-    places = [path] if path.name == folder else sorted(path.rglob(folder))
-    return [file for place in places for file in sorted(place.glob(pattern))]
+    folders = [path] if path.name == folder else sorted(path.rglob(folder))
+    return [file for each in folders for file in sorted(each.glob(pattern))]
 
 
 def to_json(analysis: StepBuckets) -> dict:
@@ -163,13 +172,12 @@ def to_json(analysis: StepBuckets) -> dict:
 
 
 def from_json(file: Path) -> StepBuckets:
-    """Reads back what :func:`to_json` gave; raises ReportError when it is something else."""
+    """Read a file that :func:`to_json` made; raise ReportError for any other."""
     try:
         data = read_json(file)
-        row = {
-            f"grad_norm/{bucket}/{name}": v for bucket, values in data["buckets"].items() for name, v in values.items()
-        }
-        row |= {f"grad_cosine/task/{pair}": v for pair, v in data["task_cosines"].items()}
+        row = {f"grad_cosine/task/{pair}": value for pair, value in data["task_cosines"].items()}
+        for bucket, values in data["buckets"].items():
+            row |= {f"grad_norm/{bucket}/{name}": value for name, value in values.items()}
         analysis = from_metrics(int(data["step"]), row)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         analysis = None
@@ -186,9 +194,15 @@ _TABLE = re.compile(r"grad_norm/(bucket_\d{1,9})/group_rv_table")
 def read_wandb(
     path: str, steps: list[int] | None = None, api: Any = None
 ) -> tuple[dict[int, StepBuckets], list[str], str]:
-    """Read ENTITY/PROJECT/RUN_ID from W&B: analyses by step, notes, and a folder name ``<run name>_<run id>``.
+    """Read the analyses of a run in W&B.
 
-    Only the tables of ``steps`` are read, where these are given; ``api`` replaces ``wandb.Api()``.
+    Args:
+        path: ENTITY/PROJECT/RUN_ID.
+        steps: those whose tables are read; None: all.
+        api: in place of ``wandb.Api()``.
+
+    Returns:
+        Analyses by step, notes, and the name of a folder for them, ``<run name>_<run id>``.
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")
@@ -225,7 +239,7 @@ def read_wandb(
 
 
 def _table(run: Any, row: dict) -> tuple[list[tuple[str, float]], str]:
-    """Read the table of one step's groups, and why it is missing."""
+    """Read the table of one step's groups; where it is missing, the second value says why."""
     table: list[tuple[str, float]] = []
     for key, reference in row.items():
         if not _TABLE.fullmatch(key) or not isinstance(reference, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the tokens of a sequence that a page carries, shows or folds, and shades them.
+"""Choose the tokens of a sequence that a page carries, shows or folds, and shade them.
 
 A response can have 32,000 tokens, but a reader wants the culprits and their context. So there are three sets, each
 within the next: shown at first; carried (a click unfolds them); all. Tokens that are not carried are counted; a report
@@ -68,16 +68,18 @@ def shade(sequences: list[Sequence]) -> list[Shades]:
         columns = [values(sequence, name) for sequence in sequences]
         if measure.is_ratio:
             with np.errstate(divide="ignore"):
-                columns = [None if c is None else np.log(c) for c in columns]
-        known = [np.abs(c[np.isfinite(c)]) for c in columns if c is not None]
-        if known:
-            scale = max([measure.shade.least, *(float(c.max()) for c in known if len(c))])
-            levels = [_levels(c, scale, len(s)) for c, s in zip(columns, sequences, strict=True)]
+                columns = [None if column is None else np.log(column) for column in columns]
+        sizes = [np.abs(column[np.isfinite(column)]) for column in columns if column is not None]
+        if sizes:
+            scale = max([measure.shade.least, *(float(each.max()) for each in sizes if len(each))])
+            pairs = zip(columns, sequences, strict=True)
+            levels = [_levels(column, scale, len(sequence)) for column, sequence in pairs]
             shades.append(Shades(name, measure, levels, scale))
     return shades
 
 
 def _levels(column: np.ndarray | None, scale: float, length: int) -> str:
+    """Return a letter for each of a sequence's tokens."""
     if column is None:
         return NOT_KNOWN * length
     is_finite = np.isfinite(column)
