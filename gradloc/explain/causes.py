@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..record import BatchStatistics, Cause, Culprit, Run
 from .advice import ACTIONS, actions_of, is_trl, read_table
@@ -147,31 +148,45 @@ def classify(
 # ---- against what is typical in the batch
 
 
+class _Signal(NamedTuple):
+    """The training signal of a token: the columns of the model's output and of what the loss pulls it to."""
+
+    output: str
+    target: str
+    factor: str
+    typical: float | None
+    is_distance: bool = False
+    """Whether the factor is the distance between both, and not the target itself."""
+
+    @classmethod
+    def from_culprit(cls, culprit: Culprit, batch: BatchStatistics) -> "_Signal":
+        if culprit.at("value") is not None:
+            return cls("value", "value_target", "error", batch.value_error, is_distance=True)
+        if culprit.at("teacher_log_prob") is not None:
+            return cls("log_prob", "teacher_log_prob", "gap", batch.teacher_gap, is_distance=True)
+        if batch.loss_weight is not None:
+            return cls("log_prob", "loss_weight", "loss_weight", batch.loss_weight)
+        return cls("log_prob", "advantage", "advantage", batch.advantage)
+
+
 def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
-    coefficient, norm, is_critics = culprit.at("coefficient"), culprit.grad_norm, culprit.at("value") is not None
-    typical: float | None = batch.advantage
-    model_gives, pulled_to, name = "log_prob", "advantage", "advantage"
-    if is_critics:
-        model_gives, pulled_to, name, typical = "value", "value_target", "error", batch.value_error
-    elif culprit.at("teacher_log_prob") is not None:
-        pulled_to, name, typical = "teacher_log_prob", "gap", batch.teacher_gap
-    elif batch.loss_weight is not None:
-        pulled_to, name, typical = "loss_weight", "loss_weight", batch.loss_weight
-    output, pull = culprit.at(model_gives), culprit.at(pulled_to)
-    numbers: dict[str, float | None] = {model_gives: output, pulled_to: pull, "coefficient": coefficient}
+    """Return the cause whose factor of the token's gradient is furthest above what is typical."""
+    signal = _Signal.from_culprit(culprit, batch)
+    coefficient, norm = culprit.at("coefficient"), culprit.grad_norm
+    output, target = culprit.at(signal.output), culprit.at(signal.target)
+    numbers: dict[str, float | None] = {signal.output: output, signal.target: target, "coefficient": coefficient}
     for label, values in (
         ("non_finite_forward", [output]),
-        ("non_finite", [coefficient, pull]),
+        ("non_finite", [coefficient, target]),
         ("non_finite_backward", [norm]),
     ):
         if not _are_finite(*values):
             return Cause(label, numbers)
     is_one = culprit.span == "token" or len(culprit.positions) == 1
     jacobian = norm / abs(coefficient) if is_one and norm is not None and coefficient else None
-    is_distance = name in ("error", "gap")  # how far the output is from what it is pulled to
-    distance = None if output is None or pull is None else pull - output
-    excess = {name: _over(distance if is_distance else pull, typical)}
-    if is_critics:
+    distance = None if output is None or target is None else target - output
+    excess = {signal.factor: _over(distance if signal.is_distance else target, signal.typical)}
+    if signal.output == "value":  # a critic's
         excess["jacobian"] = _over(jacobian, batch.jacobian)
         numbers |= _over_typical(excess)
         return Cause(_label(culprit, batch, excess, numbers), numbers)

@@ -123,14 +123,14 @@ def raw_event(context: SpikeContext) -> RawEvent | None:
     ranks, step, space, spans = context.ranks, context.step, context.space, context.finding.culprits
     wanted = _most_wanted(ranks.gather(ranks.run_local_synced(lambda: _notable_rows(context))))
 
-    def own() -> tuple[_Sums, dict[int, Culprit], dict[_Row, Sequence]]:
+    def own_parts() -> tuple[_Sums, dict[int, Culprit], dict[_Row, Sequence]]:
         culprits = {number: _culprit(context, span) for number, span in enumerate(spans) if span.rank == ranks.rank}
         return _sums(context), culprits, {row: _sequence(context, row) for row in wanted if row.rank == ranks.rank}
 
-    sums, own_culprits, rows = ranks.run_local_synced(own)
+    sums, own_culprits, own_sequences = ranks.run_local_synced(own_parts)
     gathered = ranks.gather_first(sums)
     culprits = tuple(ranks.broadcast_from(span.rank, own_culprits.get(number)) for number, span in enumerate(spans))
-    sequences = [ranks.broadcast_from(row.rank, rows.get(row)) for row in wanted]
+    sequences = [ranks.broadcast_from(row.rank, own_sequences.get(row)) for row in wanted]
     weights = fingerprint_from(space, context.weight_sums)
 
     def build(parts: list[_Sums]) -> RawEvent:
@@ -158,11 +158,11 @@ def _event(
     """Make the record, as far as the ranks know it; ``parts`` has one of each rank."""
     step, ranks, finding = context.step, context.ranks, context.finding
     names, squares = names_for_layers(context.space), context.squares
-    certificate, measured, shared = context.certificate, finding.shares, None
     history = layer_history(names, squares, context.history)
+    measured, shares = finding.shares, None
     if measured is not None:
         by_micro_batch = tuple(zip(*(part.shares for part in parts), strict=True))
-        shared = Shares(measured.closure, measured.closure_error, measured.is_trusted, by_micro_batch)
+        shares = Shares(measured.closure, measured.closure_error, measured.is_trusted, by_micro_batch)
     return Event(
         step=replace(
             context.place,
@@ -187,13 +187,13 @@ def _event(
         ),
         culprits=culprits,
         cures=None if finding.cures is None else tuple(finding.cures),
-        certificate=certificate,
+        certificate=context.certificate,
         action=context.action,
         layers=norms_by(layer_of, names, squares),
         kinds=norms_by(kind_of, names, squares),
         layer_history=history,
-        batch=_typical(parts, certificate.norm_after, None if history is None else history.spread),
-        shares=shared,
+        batch=_typical(parts, context.certificate.norm_after, None if history is None else history.spread),
+        shares=shares,
         cause=finding.source,
         fault=finding.fault,
         rerun=finding.rerun,
@@ -274,7 +274,8 @@ class _Sums:
 
 def _sums(context: SpikeContext) -> _Sums:
     step, rank, result = context.step, context.ranks.rank, context.finding
-    square, shares, terms = 0.0, [], dict.fromkeys(_TERMS, 0.0)
+    square, terms = 0.0, dict.fromkeys(_TERMS, 0.0)
+    shares = []
     for index in range(step.num_micro_batches):
         mask = step.token_mask(index)
         others = mask_without(result.tokens, index, rank, mask) & mask
@@ -285,7 +286,8 @@ def _sums(context: SpikeContext) -> _Sums:
     entropies = [values[step.token_mask(index)].float() for index, values in context.finding.entropies.items()]
     flat = torch.cat(entropies) if entropies else torch.zeros(0)
     kept = sorted({token.micro_batch for token in result.tokens})
-    kept = list(range(step.num_micro_batches)) if context.keeps_all else kept
+    if context.keeps_all:
+        kept = list(range(step.num_micro_batches))
     return _Sums(
         coefficient_square=square,
         term_squares=terms,
@@ -297,14 +299,16 @@ def _sums(context: SpikeContext) -> _Sums:
 
 
 def _row_shares(context: SpikeContext) -> list[RowShare]:
-    step, shares, found = context.step, context.finding.shares, list[RowShare]()
+    step, shares = context.step, context.finding.shares
     if shares is None or not shares.is_trusted:
-        return found
+        return []
+    found = []
     for index in range(step.num_micro_batches):
-        sums, variances = shares.shares(index).sum(-1), (shares.errors[index] / shares.square).square().sum(-1)
-        counts, rows = step.token_mask(index).sum(-1), step.rows(index)
-        each = zip(rows, sums.tolist(), variances.tolist(), counts.tolist(), strict=False)  # rows may have no numbers
-        found += [RowShare(*row) for row in each]
+        sums = shares.shares(index).sum(-1).tolist()
+        variances = (shares.errors[index] / shares.square).square().sum(-1).tolist()
+        counts = step.token_mask(index).sum(-1).tolist()
+        # a loop's rows may have no numbers, and are left out then
+        found += [RowShare(*row) for row in zip(step.rows(index), sums, variances, counts, strict=False)]
     return found
 
 
@@ -315,12 +319,12 @@ def _entry(step: HostStep, rank: int, index: int) -> RawEntry:
 
 
 def _entropy_coefficients(step: HostStep, index: int) -> torch.Tensor | None:
-    """d loss / d entropy (B, T); None where the loss has none, or other parts of a token besides."""
+    """Return d loss / d entropy (B, T); None where the loss has no entropy, or another part of it has that place."""
     return step.coefficients(index)[1] if step.recorded(index).is_entropy else None
 
 
 def _terms(context: SpikeContext, index: int) -> dict[str, torch.Tensor]:
-    """d loss / d log_prob (B, T) of the policy's and the KL term, d loss / d entropy: those that there are."""
+    """Return d loss / d log_prob (B, T) of the policy's and the KL term, and d loss / d entropy, by name if known."""
     log_prob, entropy = context.step.coefficients(index)[0], _entropy_coefficients(context.step, index)
     kl = context.step.kl_coefficients(index)
     terms = {"policy": log_prob}

@@ -29,18 +29,21 @@ def is_ours(name: str) -> bool:
 
 def joined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Join each metric of a step's updates, in order, to one value; the last where no rule says another."""
-    (nearest,) = {name for metrics in updates for name in metrics if _plain(name) == "norm_over_threshold"} or {""}
-    nearest_last = sorted(updates, key=lambda metrics: size(metrics.get(nearest, 0.0)))
-    known = {name: value for metrics in updates for name, value in metrics.items()}
-    for name in known:
-        ordered = nearest_last if _plain(name) in _FROM_NEAREST else updates
+    names = list(dict.fromkeys(name for metrics in updates for name in metrics))
+    nearness = next((name for name in names if _plain(name) == "norm_over_threshold"), "")
+    nearest_last = sorted(updates, key=lambda metrics: size(metrics.get(nearness, 0.0)))
+    found = {}
+    for name in names:
+        plain = _plain(name)
+        ordered = nearest_last if plain in _FROM_NEAREST else updates
         values = [metrics[name] for metrics in ordered if name in metrics]
-        known[name] = values[-1]
-        if _plain(name) in _ADDED:
-            known[name] = sum(values)
-        elif _plain(name) in _LARGEST:
-            known[name] = max(values, key=size)
-    return known
+        if plain in _ADDED:
+            found[name] = sum(values)
+        elif plain in _LARGEST:
+            found[name] = max(values, key=size)
+        else:
+            found[name] = values[-1]
+    return found
 
 
 # Names: mind that verl takes the smallest of what has "min" in its name, and the largest of what has "max".

@@ -52,11 +52,8 @@ def check_replay(
         lambda: [space.own_squares(), space.own_dots(space.current(), original), space.own_squares(original)]
     )
     if clip_tap.replaced is not None:  # of the gradient before the loop changed it only norms are known
-        original_squares, dots, factors = (
-            clip_tap.replaced,
-            (clip_tap.replaced * squares).sqrt(),
-            torch.ones_like(factors),
-        )
+        original_squares = clip_tap.replaced
+        dots, factors = (original_squares * squares).sqrt(), torch.ones_like(factors)
     unsearched = _find_unsearched(step, space, squares, original_squares)
     step.unsearched_norm = math.sqrt(float((original_squares[unsearched] / factors[unsearched] ** 2).sum()))
     squares[unsearched] = dots[unsearched] = original_squares[unsearched] = 0.0
@@ -78,11 +75,19 @@ def check_replay(
     relative = math.sqrt(float(differences.sum()) / total) if total > 0 else 0.0
     step.apart = math.sqrt(float((differences / factors**2).sum()))
     if not relative <= same:
-        is_spike = not step.apart <= threshold
-        may_be_written = is_multiple | (clip_tap.is_written is not False)
-        _set_objection(
-            step, space, differences, ratios / step.backward_factor, unsearched, relative, is_spike, may_be_written
-        )
+        order = _order_of(differences)
+        what = _difference_text(space, order, ratios / step.backward_factor, relative)
+        if step.apart <= threshold:
+            step.obstacle = what
+        else:
+            may_be_written = is_multiple | (clip_tap.is_written is not False)
+            at, why = _locate_change(step, space, order, unsearched, may_be_written)
+            step.objection = f"{what}; {why}"
+            factor = float(ratios[order[0]] / step.backward_factor) if order else None
+            evidence: dict[str, float | None] = {"difference": relative, "factor": factor}
+            names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
+            cause = "gradient_changed" if at == "after_backward" else None
+            step.fault = Fault(at, cause, names, None, evidence, step.objection)
     if clip_tap.replaced is not None:
         scale = clip_tap.usual_ratio or 1.0
         step.backward_factor, step.apart = step.backward_factor * scale, step.apart * scale
@@ -201,60 +206,51 @@ def _differences_after_clips(
         space.put(kept)
 
 
-def _set_objection(
-    step: TapStep,
-    space: GradientSpace,
-    differences: torch.Tensor,
-    ratios: torch.Tensor,
-    unsearched: list[int],
-    relative: float,
-    is_spike: bool,
-    may_be_written: torch.Tensor,
-) -> None:
-    """Set the step's objection and its fault; its obstacle alone where the difference is no spike by itself.
+def _order_of(differences: torch.Tensor) -> list[int]:
+    """Return the indices of the parameters that differ notably, the most different first."""
+    order = differences.argsort(descending=True)
+    return [int(index) for index in order if differences[index] >= _NOTABLE * differences.sum()]
 
-    The fault is after the backward if the gradients of a few parameters differ and each of them has a replayed one,
-    since a part of the loss that bypasses the last hidden state has parameters of its own. It stays undecided if torch
-    counted no write to a gradient that is no multiple of the replayed one: that may be a balancing loss which the
-    forward keeps in a global list. Torch does not count writes to ``.grad.data``.
-    """
-    order = [
-        int(index)
-        for index in differences.argsort(descending=True)
-        if differences[index] >= _NOTABLE * differences.sum()
-    ]
-    names = tuple(space.names[index] for index in order[:_MAX_FAULTY])
+
+def _difference_text(space: GradientSpace, order: list[int], ratios: torch.Tensor, relative: float) -> str:
     shown = ", ".join(f"{space.names[index]} ({float(ratios[index]):.3g} times)" for index in order[:_MAX_NAMES])
-    shown += f" and {len(order) - _MAX_NAMES} more" if len(order) > _MAX_NAMES else ""
-    what = (
+    if len(order) > _MAX_NAMES:
+        shown += f" and {len(order) - _MAX_NAMES} more"
+    return (
         f"run again from its last hidden state, the gradient differs from the optimizer's by {100 * relative:.3g} % of "
         f"its norm, in {plural(len(order), 'parameter')}: {shown}"
     )
-    if not is_spike:
-        step.obstacle = what
-        return
+
+
+def _locate_change(
+    step: TapStep, space: GradientSpace, order: list[int], unsearched: list[int], may_be_written: torch.Tensor
+) -> tuple[str, str]:
+    """Return where the gradient was changed, ``after_backward`` or ``undecided``, and the reason in words.
+
+    It is after the backward if the gradients of a few parameters differ and each of them has a replayed one, since a
+    part of the loss that bypasses the last hidden state has parameters of its own. It stays undecided if torch counted
+    no write to a gradient that is no multiple of the replayed one: that may be a balancing loss which the forward keeps
+    in a global list. Torch does not count writes to ``.grad.data``.
+    """
+
+    def is_on_any_rank(flag: bool) -> bool:
+        return not step.ranks.all(not flag)
+
     heads = step.tap.head_names(space)
-    passed_by = next((space.names[index] for index in unsearched if space.names[index] not in heads), "")
-    at = "after_backward"
-    why = "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
-    if step.ranks.max([float(any(each.forwarded.is_passed_by for each in step.micro_batches))])[0]:
-        at = "undecided"
+    bypassing = next((space.names[index] for index in unsearched if space.names[index] not in heads), "")
+    if is_on_any_rank(any(each.forwarded.is_passed_by for each in step.micro_batches)):
         why = "the loss also uses another output of the model: name a state that both come from, as hidden=..."
-    elif step.ranks.max([float(step.weights_at not in (None, versions(space.params)))])[0]:
-        at = "undecided"
+    elif is_on_any_rank(step.weights_at not in (None, versions(space.params))):
         why = "the loop moved weights between backward and step, as sharpness-aware training does"
     elif len(order) > len(space.params) / 2:
-        at = "undecided"
         why = "its forward gives something else when run again, or a part of the loss passes through no hidden state"
-    elif passed_by:
-        at = "undecided"
-        why = f"the loss also uses {passed_by}, which no head of that state has: name another state, as hidden=..."
-    elif not step.ranks.max([float(may_be_written[order].all())])[0]:
-        at = "undecided"
+    elif bypassing:
+        why = f"the loss also uses {bypassing}, which no head of that state has: name another state, as hidden=..."
+    elif not is_on_any_rank(bool(may_be_written[order].all())):
         why = (
             "nothing was seen to write to it after the backward, so a part of the loss passes by, or a hook changed it"
         )
-    step.objection = f"{what}; {why}"
-    evidence: dict[str, float | None] = {"difference": relative, "factor": float(ratios[order[0]]) if order else None}
-    cause = "gradient_changed" if at == "after_backward" else None
-    step.fault = Fault(at, cause, names, None, evidence, step.objection)
+    else:
+        why = "the loop, a hook or a race changed it between backward and step, or a part of the loss passes by"
+        return "after_backward", why
+    return "undecided", why

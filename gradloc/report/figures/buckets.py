@@ -79,11 +79,12 @@ def normed(analysis: StepBuckets) -> Figure:
 
 def three_steps(analyses: Sequence[StepBuckets], title: str) -> Figure:
     """Draw one row per term, one column per step, the same scale along a row; common buckets only."""
-    common = [name for name in analyses[0].buckets if all(name in a.values for a in analyses)]
-    kept = [
-        StepBuckets(a.step, {name: a.values[name] for name in (*common, ALL) if name in a.values}) for a in analyses
-    ]
-    terms = [term for term in TERMS if any(term in a.terms for a in kept)]
+    common = [name for name in analyses[0].buckets if all(name in analysis.values for analysis in analyses)]
+    kept = []
+    for analysis in analyses:
+        values = {name: analysis.values[name] for name in (*common, ALL) if name in analysis.values}
+        kept.append(StepBuckets(analysis.step, values))
+    terms = [term for term in TERMS if any(term in analysis.terms for analysis in kept)]
     figure = _figure(3.9 * len(kept), 2.9 * len(terms) + 0.6)
     grid = figure.subplots(len(terms), len(kept), sharey="row", squeeze=False)
     for row, term in zip(grid, terms, strict=True):
@@ -119,7 +120,8 @@ def _bars(axes: Axes, analysis: StepBuckets, names: list[str], pattern: str = "{
         offset = (index - (len(names) - 1) / 2) * width
         axes.bar(at + offset, values, width * 0.92, color=COLOURS[name], label=None if is_alone else NAMES[name])
         if math.isfinite(whole):
-            colour, label = (LIGHT.danger, f"all: {number(whole, 3)}") if is_alone else (COLOURS[name], None)
+            colour = LIGHT.danger if is_alone else COLOURS[name]
+            label = f"all: {number(whole, 3)}" if is_alone else None
             axes.axhline(whole, color=colour, linestyle=(0, (4, 2)), linewidth=1.2, label=label)
     if is_log and any(analysis.get(bucket, pattern.format(name)) > 0 for bucket in analysis.buckets for name in names):
         axes.set_yscale("log")
@@ -144,8 +146,10 @@ def _name_buckets(axes: Axes, analysis: StepBuckets) -> None:
     for bucket in analysis.buckets:
         rows, deviation = analysis.get(bucket, "sample_count"), analysis.get(bucket, "reward_std_mean")
         label = bucket.removeprefix("bucket_")
-        label += f"\nn={rows:.0f}" if math.isfinite(rows) else ""
-        label += f"\n±{number(deviation, 3)}" if math.isfinite(deviation) else ""
+        if math.isfinite(rows):
+            label += f"\nn={rows:.0f}"
+        if math.isfinite(deviation):
+            label += f"\n±{number(deviation, 3)}"
         labels.append(label)
     axes.set_xticks(np.arange(len(labels)), labels)
     axes.set_xlabel("bucket, rows, mean reward deviation")

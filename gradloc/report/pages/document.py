@@ -233,7 +233,8 @@ def _culprits(event: Event, shown: Sequence[Culprit]) -> Section:
     head = ("token", "where", "share", "norm", *(COLUMNS[name].label for name in columns), "cause")
     blocks: list[Block] = [Table(head, [_row(event, culprit, columns) for culprit in shown])]
     hidden = len(event.culprits) - len(shown)
-    blocks += [f"And {plural(hidden, 'culprit')} more in events.jsonl."] if hidden else []
+    if hidden:
+        blocks.append(f"And {plural(hidden, 'culprit')} more in events.jsonl.")
     return Section("tokens", "The tokens", blocks)
 
 
@@ -254,14 +255,14 @@ def _token(culprit: Culprit) -> TokenCell:
     return TokenCell(text, culprit.token_ids or ())
 
 
-def place_in_batch(event: Event, of: Culprit | TokenSequence) -> str:
-    """Say in which row something is, with its rank and micro-batch if there are several."""
-    parts = [f"row {number(of.micro_batch_row)}"]
+def place_in_batch(event: Event, part: Culprit | TokenSequence) -> str:
+    """Say in which row a culprit or a sequence is, with its rank and micro-batch if there are several."""
+    words = [f"row {number(part.micro_batch_row)}"]
     if event.step.num_micro_batches != 1:
-        parts.insert(0, f"micro-batch {number(of.micro_batch)}")
+        words.insert(0, f"micro-batch {number(part.micro_batch)}")
     if event.step.dp_size != 1:
-        parts.insert(0, f"rank {number(of.rank)}")
-    return ", ".join(parts)
+        words.insert(0, f"rank {number(part.rank)}")
+    return ", ".join(words)
 
 
 def _place(event: Event, culprit: Culprit) -> str:
@@ -278,39 +279,47 @@ def _norm(culprit: Culprit) -> str:
 
 
 def _why(event: Event, shown: Sequence[Culprit]) -> Section:
-    blocks: list[Block] = []
-    other = step_cause(event)
-    if other:
-        meaning = cause_info(other.label)
-        own = {name: value for name, value in other.numbers.items() if not name.endswith("_over_run")}
-        numbers = [(_in_words(name), number(value), "") for name, value in own.items()]
-        blocks += [Heading(meaning.title), meaning.means]
-        blocks += [f"{', '.join(one_line(name, 200) for name in other.names)}."] if other.names else []
-        places = (f"row {row}, position {at}" if row is not None else f"position {at}" for row, at in other.places)
-        blocks += [f"At {'; '.join(places)}."] if other.places else []
-        blocks += [Facts(numbers)] if numbers else []
-        blocks += _advice(event, meaning)
+    blocks = _why_step(event)
     by_cause: dict[str, list[Culprit]] = {}
     for culprit in shown:
         by_cause.setdefault(culprit.cause.label, []).append(culprit)
     for label, members in by_cause.items():
         meaning = cause_info(label)
         blocks += [Heading(meaning.title), meaning.means]
-        for at, culprit in enumerate(members[:_MAX_DETAILED]):
+        for index, culprit in enumerate(members[:_MAX_DETAILED]):
             first, rest = _numbers(event, culprit)
             more = [Fold(plural(len(rest), "more number"), [Facts(rest)])] if rest else []
-            blocks.append(Fold(_place(event, culprit), [Facts(first), *more], not at, _token(culprit)))
+            blocks.append(Fold(_place(event, culprit), [Facts(first), *more], index == 0, _token(culprit)))
         if len(members) > _MAX_DETAILED:
             blocks.append(f"And {plural(len(members) - _MAX_DETAILED, 'culprit')} more with this cause.")
         blocks += _advice(event, meaning)
     if not blocks:
-        blocks = ["No token was named, so there is no cause to give."]
-    ratios = {
-        name: value for name, value in (event.batch.over_run or {}).items() if not 1 / _UNUSUAL <= value <= _UNUSUAL
-    }
-    over_run = [f"{spoken(name)} {number(value, 3)}×" for name, value in ratios.items()]
-    blocks += [f"Against the run's usual: {', '.join(over_run)}."] if over_run else []
+        blocks.append("No token was named, so there is no cause to give.")
+    unusual = []
+    for name, ratio in (event.batch.over_run or {}).items():
+        if not 1 / _UNUSUAL <= ratio <= _UNUSUAL:
+            unusual.append(f"{spoken(name)} {number(ratio, 3)}×")
+    if unusual:
+        blocks.append(f"Against the run's usual: {', '.join(unusual)}.")
     return Section("why", "Why", blocks)
+
+
+def _why_step(event: Event) -> list[Block]:
+    """Return what is known of a cause that is no token's; nothing where there is none."""
+    cause = step_cause(event)
+    if cause is None:
+        return []
+    meaning = cause_info(cause.label)
+    blocks: list[Block] = [Heading(meaning.title), meaning.means]
+    if cause.names:
+        blocks.append(f"{', '.join(one_line(name, 200) for name in cause.names)}.")
+    if cause.places:
+        places = (f"row {row}, position {at}" if row is not None else f"position {at}" for row, at in cause.places)
+        blocks.append(f"At {'; '.join(places)}.")
+    own = {name: value for name, value in cause.numbers.items() if not name.endswith("_over_run")}
+    if own:
+        blocks.append(Facts([(_in_words(name), number(value), "") for name, value in own.items()]))
+    return blocks + _advice(event, meaning)
 
 
 def _advice(event: Event, meaning: CauseInfo) -> list[Block]:
@@ -457,9 +466,12 @@ _PHASES = {
 
 def _probe(probe: PathEntry) -> tuple[str, ...]:
     """Return a row of the search's path: part, norm, threshold, outcome."""
-    places = [] if probe.micro_batch is None else [f"micro-batch {probe.micro_batch}"]
-    places += [numbered("rank", probe.ranks[0], probe.ranks[1] - 1)] if probe.ranks else []
-    places += [numbered("token", probe.tokens[0], probe.tokens[1] - 1)] if probe.tokens else []
+    places = []
+    if probe.micro_batch is not None:
+        places.append(f"micro-batch {probe.micro_batch}")
+    for noun, interval in (("rank", probe.ranks), ("token", probe.tokens)):
+        if interval:
+            places.append(numbered(noun, interval[0], interval[1] - 1))
     part = _PHASES.get(probe.phase) or ", ".join(places) or probe.phase
     note = f" ({one_line(probe.note, 200)})" if probe.note else ""
     return part, number(probe.norm, 3), number(probe.threshold, 3), spoken(probe.verdict) + note

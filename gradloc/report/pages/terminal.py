@@ -246,39 +246,48 @@ def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") 
 
     Segments share the axis of steps; steps that a later one logged again are drawn as overwritten.
     """
-    latest = {step.step: id(step) for steps in segments for step in steps}
-    judged = sorted((step for steps in segments for step in steps), key=lambda step: step.step)
-    size = -(-len(judged) // width)
-    columns = [judged[at : at + size] for at in range(0, len(judged), size or 1)]
-    tops = [max((j for j in column if 0 < j.norm < math.inf), key=lambda j: j.norm, default=None) for column in columns]
+    every = [step for steps in segments for step in steps]
+    latest = {step.step: id(step) for step in every}
+    judged = sorted(every, key=lambda step: step.step)
+    size = math.ceil(len(judged) / width)
+    columns = [judged[start : start + size] for start in range(0, len(judged), size or 1)]
+    tops = [_largest(column) for column in columns]
     norms = [None if top is None else math.log(top.norm) for top in tops]
-    limits = [min((math.log(j.threshold) for j in column if j.threshold), default=None) for column in columns]
+    limits = [min((math.log(step.threshold) for step in column if step.threshold), default=None) for column in columns]
     known = [value for value in [*norms, *limits] if value is not None and math.isfinite(value)]
     if not known:
         return []
     low, high = min(known), max(known)
     lines = [Text() for _ in range(HEIGHT)]
-    has_lost = False
+    has_overwritten = False
     for column, top, norm, limit in zip(columns, tops, norms, limits, strict=True):
-        is_spike = any(j.stands_out for j in column)
-        is_lost = top is not None and latest[top.step] != id(top)
-        has_lost = has_lost or is_lost
-        at, over = _level(norm, low, high), _level(limit, low, high)
+        is_spike = any(step.stands_out for step in column)
+        is_overwritten = top is not None and latest[top.step] != id(top)
+        has_overwritten = has_overwritten or is_overwritten
+        norm_level, limit_level = _level(norm, low, high), _level(limit, low, high)
         if norm is None and is_spike:
-            at = HEIGHT - 1  # not finite
-        mark = ("◇" if is_lost else "◆") if is_spike else "∘" if is_lost else "•"
+            norm_level = HEIGHT - 1  # not finite
+        full, hollow, style = ("◆", "◇", "bold red") if is_spike else ("•", "∘", "blue")
         for level, line in enumerate(reversed(lines)):
-            if level == at:
-                line.append(mark, style="bold red" if is_spike else "blue")
+            if level == norm_level:
+                line.append(hollow if is_overwritten else full, style=style)
             else:
-                line.append("-" if level == over else " ", style="dim")
+                line.append("-" if level == limit_level else " ", style="dim")
     for level, line in enumerate(reversed(lines)):
         if level in (0, HEIGHT // 2, HEIGHT - 1):
             line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
     legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • {name}, last {number(judged[-1].norm, 3)}"
     legend += "; ◆ flagged, - threshold"
-    legend += ", ◇ ∘ overwritten" * has_lost + f"; {size} steps a column" * (size > 1)
+    if has_overwritten:
+        legend += ", ◇ ∘ overwritten"
+    if size > 1:
+        legend += f"; {size} steps a column"
     return [*lines, Text(_ticks(columns), style="dim"), Text(legend, style="dim")]
+
+
+def _largest(column: Sequence[Judged]) -> Judged | None:
+    """Return the step with the largest norm that is finite and above 0; None without one."""
+    return max((step for step in column if 0 < step.norm < math.inf), key=lambda step: step.norm, default=None)
 
 
 def _ticks(columns: Sequence[Sequence[Judged]]) -> str:
@@ -286,14 +295,15 @@ def _ticks(columns: Sequence[Sequence[Judged]]) -> str:
     least = 12 * (columns[-1][-1].step - columns[0][0].step) / len(columns)
     unit = next(size * 10**power for power in range(30) for size in (1, 2, 5) if size * 10**power >= least)
     line = ""
-    for at, column in enumerate(columns):
+    for index, column in enumerate(columns):
         tick = column[-1].step // unit * unit
-        if tick >= column[0].step and at >= len(line):
-            line = f"{line.ljust(at)}|{tick:,} "
+        if tick >= column[0].step and index >= len(line):
+            line = f"{line.ljust(index)}|{tick:,} "
     return line
 
 
 def _level(value: float | None, low: float, high: float) -> int | None:
+    """Return the line of a value, from 0 at the bottom; None where it is not known or not finite."""
     if value is None or not math.isfinite(value):
         return None
     return round((HEIGHT - 1) * (value - low) / (high - low)) if high > low else 0

@@ -294,13 +294,16 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
         name, logged = loss_of(metrics)
         before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-_LEVEL:]
-        is_last = before and logged[-1][0] == worst.first
-        if is_last and (logged[-1][1] > 1.3 * max(before) > 0 or not math.isfinite(logged[-1][1])):
-            was, now = number(median(before), 3), number(logged[-1][1])
-            return f"The log ends here; {name} is {now} at that step, and was {was} before.", True
+        if before and logged[-1][0] == worst.first:
+            loss = logged[-1][1]
+            if loss > 1.3 * max(before) > 0 or not math.isfinite(loss):
+                was = number(median(before), 3)
+                return f"The log ends here; {name} is {number(loss)} at that step, and was {was} before.", True
         return "The log ends here, so its effect is unknown.", None
-    changes, steady, lasting = [], [], set()
-    is_growth = worst.kind == "growth"  # it is its own aftermath
+    changes: list[str] = []
+    steady: list[str] = []
+    lasting: set[str] = set()
+    is_growth = worst.kind == "growth"  # the steps of a growth show their own effects
     within, last = (None, worst.first) if is_growth else (_WITHIN, worst.steps[-1].step)
     for effect in EFFECTS:
         known, title = metrics.known(metrics.first(effect.names)), effect.title
@@ -309,16 +312,21 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         change = _change(known, worst.first, effect.fall, effect.rise, within)
         if change:
             changes.append(f"{title} {change.sentence}")
-            lasting |= set() if change.is_back else {title}
-            steady += [title] if title in _DECIDING and change.is_back else []
+            if not change.is_back:
+                lasting.add(title)
+            elif title in _DECIDING:
+                steady.append(title)
         elif sum(step > last for step, _ in known) >= _LEVEL and title in ("reward", "entropy", "loss"):
             steady.append(title)
-    is_harmless = bool(_DECIDING & {*steady}) and not lasting
-    hurt = True if _DECIDING & lasting else False if is_harmless else None
+    hurt = True if _DECIDING & lasting else None
+    if not lasting and _DECIDING & {*steady}:
+        hurt = False
     if changes:
         effects = "; ".join(changes)
     elif steady:
-        num_steps = metrics.steps[metrics.steps.index(worst.first) :][: within and within + 1][-1] - worst.first
+        start = metrics.steps.index(worst.first)
+        end = None if within is None else start + within + 1
+        num_steps = metrics.steps[start:end][-1] - worst.first
         when = "of it" if is_growth else "after it"
         effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
     else:
