@@ -207,10 +207,12 @@ def actions_of(
     if _is_other(trainer):
         theirs = (name for name in names if not any(_GRADLOC in key for key in ACTIONS[name].settings("0.7")))
         return [(ACTIONS[name].do, "") for name in theirs]
-    pairs = [
-        (ACTIONS[name].do, label, line) for name in names for label, line in lines_of(name, trainer, settings).items()
-    ]
-    return [(f"{do[:-1]} ({label})." if label else do, line) for do, label, line in pairs]
+    pairs = []
+    for name in names:
+        do = ACTIONS[name].do
+        for version, line in lines_of(name, trainer, settings).items():
+            pairs.append((f"{do[:-1]} ({version})." if version else do, line))
+    return pairs
 
 
 _OF_ROLLOUTS = frozenset(

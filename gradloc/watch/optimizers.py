@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a watch does with the optimizer of a loop."""
+"""Hook a loop's optimizer, and keep it from a step that is skipped."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -23,9 +23,12 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 
 def share_parameter(one: Any, other: Any) -> bool:
-    """Return whether both optimizers have a parameter, as one that was made in place of the other does."""
-    ours, theirs = ({id(param) for group in each.param_groups for param in group["params"]} for each in (one, other))
-    return not ours.isdisjoint(theirs)
+    """Return whether a parameter is in both optimizers, as where a loop has made one in place of the other."""
+
+    def ids(optimizer: Any) -> set[int]:
+        return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+    return not ids(one).isdisjoint(ids(other))
 
 
 def call_after_zero_grad(optimizer: Any, then: Callable[[], None]) -> None:
@@ -33,8 +36,8 @@ def call_after_zero_grad(optimizer: Any, then: Callable[[], None]) -> None:
     zero_grad = optimizer.zero_grad
 
     @wraps(zero_grad)
-    def zero_grad_and_then(*args: Any, **given: Any) -> None:
-        zero_grad(*args, **given)
+    def zero_grad_and_then(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
         then()
 
     optimizer.zero_grad = zero_grad_and_then

@@ -159,7 +159,9 @@ def _at(config: Any, key: str) -> Any:
 def _table() -> Iterator[tuple[Requirement, dict[str, list[str]]]]:
     """Yield each setting's requirement, and by version of verl the features that have it."""
     for row in yaml.safe_load(Path(__file__).with_name("requirements.yaml").read_text(encoding="utf-8")):
-        where = {verl: [of for name in names.split() for of in _NAMES[name]] for verl, names in row["where"].items()}
+        where = {}
+        for verl, names in row["where"].items():
+            where[verl] = [feature for name in names.split() for feature in _NAMES[name]]
         for key, value in row.get("keys", {row.get("key"): row.get("is")}).items():
             allowed = tuple(row.get("one of", [value]))
             default, said = row.get("default", allowed[0]), row.get("said", str(allowed[0]).lower())
@@ -215,12 +217,13 @@ def refused_cures(on: Collection[str], config: Any) -> frozenset[str]:
 
     Rollout log-probs that are off are no reason: a cure's line switches them on.
     """
-    return frozenset(
-        name
-        for name, features in _CURES.items()
-        for need in (need for feature in features for need in _needs_of(feature, on))
-        if need.key != f"{_ROLLOUT}.calculate_log_probs" and need.found_in(config) not in need.allowed
-    )
+    refused = set()
+    for name, features in _CURES.items():
+        for feature in features:
+            for need in _needs_of(feature, on):
+                if need.key != f"{_ROLLOUT}.calculate_log_probs" and need.found_in(config) not in need.allowed:
+                    refused.add(name)
+    return frozenset(refused)
 
 
 def _needs_of(feature: str, on: Collection[str]) -> list[Requirement]:

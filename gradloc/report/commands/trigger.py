@@ -4,6 +4,7 @@
 import argparse
 import itertools
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from . import add_log_arguments, add_set_argument, assignments
 _OVER_ONE = checks.number("a number greater than 1", lambda value: 1 < value < math.inf)
 SETTINGS = {"window": checks.integer(8), "warmup": checks.integer(2), "floor": _OVER_ONE, "cap": _OVER_ONE}
 """The rule's settings and their bounds."""
-SHOWN = 30
+MAX_LISTED = 30
 """Flagged steps that the terminal lists."""
 EPILOG = """\
 examples:
@@ -66,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         from ..pages import trigger as page  # matplotlib takes a second to import
 
-        drawn = {name: sorted(sum(diagnosis.judged, []), key=lambda j: j.step) for name, diagnosis in runs.items()}
+        drawn = {}
+        for name, diagnosis in runs.items():
+            drawn[name] = sorted(itertools.chain(*diagnosis.judged), key=lambda step: step.step)
         output.deliver(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
     if args.json is None and args.output is None:
         console = terminal.console()
@@ -100,41 +103,46 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
             name = run.name
             if len(folder.runs) == 1:
                 name = str(path) if path.stem in runs else path.stem
-            again = (f"{path}: {run.name}" + f" ({count})" * (count > 1) for count in itertools.count(1))
-            names = map(one_line, itertools.chain([name], again))
-            runs[next(one for one in names if one not in runs)] = diagnosis = diagnose(run, settings)
+            diagnosis = diagnose(run, settings)
+            runs[_unused_name(one_line(name), one_line(f"{path}: {run.name}"), runs)] = diagnosis
             notes += diagnosis.limits
     return runs, notes
 
 
+def _unused_name(name: str, longer: str, used: Collection[str]) -> str:
+    """Return the first of ``name``, ``longer``, ``longer (2)``, ``longer (3)``, ... that is not used."""
+    numbered = (f"{longer} ({count})" for count in itertools.count(2))
+    return next(each for each in itertools.chain([name, longer], numbered) if each not in used)
+
+
 def _steps(diagnosis: Diagnosis) -> list[dict[str, float | None]]:
-    has_several = len(diagnosis.judged) > 1
-    return [
-        {"step": j.step, "norm": j.norm, "threshold": j.threshold, "spike": j.spike}
-        | ({"segment": at} if has_several else {})
-        for at, judged in enumerate(diagnosis.judged)
-        for j in judged
-    ]
+    """Return each step as JSON has it; ``segment`` is there where the log holds several."""
+    rows = []
+    for segment, judged in enumerate(diagnosis.judged):
+        for step in judged:
+            row = {"step": step.step, "norm": step.norm, "threshold": step.threshold, "spike": step.spike}
+            rows.append(row | ({"segment": segment} if len(diagnosis.judged) > 1 else {}))
+    return rows
 
 
 def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
-    judged = [j for steps in diagnosis.judged for j in steps]
-    spikes = [j for j in judged if j.spike]
+    judged = list(itertools.chain(*diagnosis.judged))
+    spikes = [step for step in judged if step.spike]
     console.print(name, style="bold")
     for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics.own_norm):
         console.print(line)
-    early = sum(j.is_early for j in judged)
-    also = f"; {plural(early, 'step')} of the warm-up, drawn too, by its size alone" if early else ""
+    early = [step for step in judged if step.is_early]
+    also = f"; {plural(len(early), 'step')} of the warm-up, drawn too, by its size alone" if early else ""
     share = percent(len(spikes) / len(judged))
     console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({share}){also}.")
-    for j in judged:
-        if j.is_early:
-            console.print(
-                f"Step {j.step}: {number(j.norm, 3)} is {number(j.times, 3)} times the median of the steps around it. "
-                "It is in the warm-up, when the rule flags only norms that are not finite.",
-                style="red",
-            )
-    others = sorted((j for j in judged if not j.spike and j.ratio is not None), key=lambda j: j.ratio)
+    for step in early:
+        console.print(
+            f"Step {step.step}: {number(step.norm, 3)} is {number(step.times, 3)} times the median of the steps around "
+            "it. It is in the warm-up, when the rule flags only norms that are not finite.",
+            style="red",
+        )
+    others = [step for step in judged if not step.spike and step.ratio is not None]
+    others.sort(key=lambda step: step.ratio)
     if others:
         nearest, middle = others[-1], others[len(others) // 2]
         console.print(
@@ -142,8 +150,10 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
             f"median: {percent(middle.ratio, 2)}."
         )
     if spikes:
-        rows = ([str(j.step), *(number(value, 3) for value in (j.norm, j.threshold, j.ratio))] for j in spikes[:SHOWN])
+        rows = []
+        for step in spikes[:MAX_LISTED]:
+            rows.append([str(step.step), *(number(value, 3) for value in (step.norm, step.threshold, step.ratio))])
         console.print(terminal.table(("step", "norm", "threshold", "norm over threshold"), rows, gap=3))
-    if len(spikes) > SHOWN:
-        console.print(f"And {len(spikes) - SHOWN} more; --json writes them all.", style="dim")
+    if len(spikes) > MAX_LISTED:
+        console.print(f"And {len(spikes) - MAX_LISTED} more; --json writes them all.", style="dim")
     console.print()

@@ -50,7 +50,8 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     if first.name == second.name:  # two runs of one experiment
         shared = os.path.commonpath([first.path.resolve(), second.path.resolve()])
         places = [os.path.relpath(run.path.resolve(), shared) for run in (first, second)]
-        places = [str(first.path), str(second.path)] if "." in places else places  # one within the other
+        if "." in places:  # one within the other
+            places = [str(first.path), str(second.path)]
         names = [f"{first.name} ({place})" for place in places]
     columns = [_column(run) for run in (first, second)]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
@@ -73,32 +74,32 @@ def _parted(first: Metrics, second: Metrics) -> str:
     if not common or not names:
         return "The two have no step and metric in common."
     pairs: dict[str, list[Pair]] = {}
+    different: list[tuple[int, float, float, str]] = []
     for name in names:
         others = dict(second.logged(name))
-        pairs[name] = [(step, a, others[step]) for step, a in first.logged(name) if step in others]
-    differ = [
-        (step, a, b, name)
-        for name in names
-        for step, a, b in pairs[name]
-        if not (math.isclose(a, b, rel_tol=1e-6) or math.isnan(a) and math.isnan(b))
-    ]
-    if not differ:
+        pairs[name] = [(step, value, others[step]) for step, value in first.logged(name) if step in others]
+        for step, value, other in pairs[name]:
+            if not (math.isclose(value, other, rel_tol=1e-6) or math.isnan(value) and math.isnan(other)):
+                different.append((step, value, other, name))
+    if not different:
         return f"The two are the same in all of their {plural(len(common), 'common step')}."
-    step, a, b, name = min(differ, key=lambda entry: entry[0])
+    step, value, other, name = min(different, key=lambda entry: entry[0])
     if step > common[0]:
         return (
-            f"The two are the same until step {step}, where {name} is {number(a, 4)} in the first and {number(b, 4)} "
-            "in the second: data, weights and seed were the same until then."
+            f"The two are the same until step {step}, where {name} is {number(value, 4)} in the first and "
+            f"{number(other, 4)} in the second: data, weights and seed were the same until then."
         )
-    away = [
-        (*pair, name) for name in names[:_NUM_SCATTERED] if (pair := _leaving(pairs[name], is_norm(name))) is not None
-    ]
-    if not away:
+    leaving = []
+    for name in names[:_NUM_SCATTERED]:
+        pair = _leaving(pairs[name], is_norm(name))
+        if pair is not None:
+            leaving.append((*pair, name))
+    if not leaving:
         return f"The two differ from step {step} on, as two seeds do; no metric leaves that scatter."
-    step, a, b, name = min(away, key=lambda entry: entry[0])
+    step, value, other, name = min(leaving, key=lambda entry: entry[0])
     return (
-        f"The two part at step {step}: {name} is {number(a, 3)} in the first and {number(b, 3)} in the second, further "
-        "apart than before."
+        f"The two part at step {step}: {name} is {number(value, 3)} in the first and {number(other, 3)} in the second, "
+        "further apart than before."
     )
 
 
