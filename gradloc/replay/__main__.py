@@ -32,20 +32,20 @@ from ..search.limit import BUDGET, MAX_CULPRITS, STRATEGIES, Limit
 from ..search.task import Task
 from ..trigger import Spike, spike_kind
 from . import comparison
-from .bundle import ReplayError, check, read_bundle
+from .bundle import Bundle, ReplayError, check, read_bundle
 from .model import load
 from .step import ReplayStep
 
 
 def replay(bundle_path: str, model_path: str, strategy: str | None, oracle: bool, budget: int | None) -> dict[str, Any]:
-    """Replay an event by the command's arguments: what ``--json`` writes; a ReplayError where it cannot be replayed."""
+    """Replay an event by the command's arguments, and return what ``--json`` writes.
+
+    Raises:
+        ReplayError: one sentence, where the event cannot be replayed.
+    """
     bundle = read_bundle(bundle_path)
-    expected, event = comparison.named_by_event(bundle), bundle.event
-    search, trigger, step_of_event = event.search, event.trigger, event.step
-    recorded = "auto" if search.strategy == Search.strategy else search.strategy  # one by hand may not say
-    settings = {"strategy": strategy or recorded, "budget": budget or search.budget or BUDGET}
-    known = f"is not known; there are {', '.join(STRATEGIES)}."
-    check(settings["strategy"] in STRATEGIES, f"The strategy {settings['strategy']!r} {known}")
+    event, expected = bundle.event, comparison.named_by_event(bundle)
+    settings = _search_settings(event.search, strategy, budget)
     max_culprits = bundle.max_culprits or MAX_CULPRITS
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model, ranks = load(model_path, bundle, device), Ranks(device=device)
@@ -56,9 +56,7 @@ def replay(bundle_path: str, model_path: str, strategy: str | None, oracle: bool
         step.train()
         space.scale(1.0 / step.loss_scale)
         comparison.refuse_nan(bundle, step)
-        norm, rule = space.norm(), "fixed" if trigger.kind == Trigger.kind else trigger.kind  # one by hand may not say
-        kind = spike_kind(norm, trigger.threshold, rule) or rule
-        spike = Spike(kind, norm, trigger.threshold, trigger.tau, bundle.num_tokens)
+        spike = _spike(bundle, space.norm())
         bar.set_description("search")
         finding = localize(step, space, ranks, spike, 1.0, max_steps=math.inf, max_culprits=max_culprits, **settings)
         replayed, answer = comparison.named_by_replay(finding.culprits, bundle), None
@@ -67,27 +65,45 @@ def replay(bundle_path: str, model_path: str, strategy: str | None, oracle: bool
             limit, prober = Limit(step.num_micro_batches, math.inf), Prober(step, space, ranks)
             task = Task(prober, space.take(), 1.0, spike, finding.tau, max_culprits, limit)
             answer = comparison.ask_oracle(task, bundle, replayed)
-    is_same = comparison.tokens_of(expected) == comparison.tokens_of(replayed)  # however they are grouped into spans
-    num_micro_batches = (step_of_event.num_micro_batches or 0) * (step_of_event.dp_size or 0)
+    verdict = "nothing_to_compare"
+    if expected:  # tokens are compared, however they are grouped into spans
+        is_same = comparison.tokens_of(expected) == comparison.tokens_of(replayed)
+        verdict = "same" if is_same else "different"
+    num_micro_batches = (event.step.num_micro_batches or 0) * (event.step.dp_size or 0)
     counts = {"forwards": finding.num_forwards, "backwards": finding.num_backwards, "seconds": finding.seconds}
     return {
         "schema_version": SCHEMA_VERSION,
         "bundle": bundle_path,
         "model": model_path,
         "event_id": event.event_id or None,
-        "step": vars(step_of_event),
+        "step": vars(event.step),
         "device": device.type,
         "micro_batches": {"replayed": len(bundle.layout), "is_whole_step": len(bundle.layout) == num_micro_batches},
         "has_beside": bool(bundle.meta.has_beside),
         "weights": weights,
-        "norm": {"event": trigger.grad_norm, "replay": norm},
-        "threshold": trigger.threshold,
+        "norm": {"event": event.trigger.grad_norm, "replay": spike.grad_norm},
+        "threshold": event.trigger.threshold,
         "search": {**settings, "status": finding.status, "stop_reason": finding.stop_reason, **counts},
         "certificate": vars(finding.certificate),
         "culprits": comparison.side_by_side(expected, replayed),
-        "verdict": ("same" if is_same else "different") if expected else "nothing_to_compare",
+        "verdict": verdict,
         "oracle": answer,
     }
+
+
+def _search_settings(search: Search, strategy: str | None, budget: int | None) -> dict[str, Any]:
+    """Return the strategy and the budget: the command's, else the event's, which one written by hand may lack."""
+    strategy = strategy or ("auto" if search.strategy == Search.strategy else search.strategy)
+    check(strategy in STRATEGIES, f"The strategy {strategy!r} is not known; there are {', '.join(STRATEGIES)}.")
+    return {"strategy": strategy, "budget": budget or search.budget or BUDGET}
+
+
+def _spike(bundle: Bundle, norm: float) -> Spike:
+    """Return the event's spike with the replayed norm; an event written by hand may not name its kind."""
+    trigger = bundle.event.trigger
+    rule = "fixed" if trigger.kind == Trigger.kind else trigger.kind
+    kind = spike_kind(norm, trigger.threshold, rule) or rule
+    return Spike(kind, norm, trigger.threshold, trigger.tau, bundle.num_tokens)
 
 
 _VERDICTS = {

@@ -33,7 +33,7 @@ def fixed_threshold(tau: float, num_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Spike:
-    """Why a mini-batch is searched, in numbers."""
+    """The numbers by which a mini-batch is searched."""
 
     kind: str
     """``fixed``, ``adaptive``, ``non_finite``, or ``forced`` on a rehearsal, which is no spike."""

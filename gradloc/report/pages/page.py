@@ -62,19 +62,17 @@ def render(run: RunFolder, events: Events | None = None) -> str:
     """
     chosen = run.events if events is None else events
     is_inline = len(chosen) <= INLINE
-    order = sorted(range(len(chosen)), key=lambda at: chosen.rows[at].severity, reverse=True)[:DETAILED]
-    worst = [chosen[at] for at in order]
-    size = BUDGET["one" if len(chosen) == 1 else "many"] // tokens.BYTES_PER_TOKEN
+    order = sorted(range(len(chosen)), key=lambda index: chosen.rows[index].severity, reverse=True)[:DETAILED]
+    worst = [chosen[index] for index in order]
+    budget = BUDGET["one" if len(chosen) == 1 else "many"] // tokens.BYTES_PER_TOKEN
     shown = SHOWN_TOKENS // max(len(chosen), 1) if is_inline else SHOWN_TOKENS // 4
     views: dict[str, View] = {}
     payload: dict[str, Any] = {}
     for event in worst:
-        views[event.event_id] = made, panel = View(document(event, run), Panel(event, run, size // len(worst), shown))
-        run.notes += [panel.note] if panel.note else []
-        payload[event.event_id] = {
-            "issue": issue(made),
-            "s": [tokens.payload(s, i, panel.shades) for i, s in enumerate(panel.sequences)],
-        }
+        view = View(document(event, run), Panel(event, run, budget // len(worst), shown))
+        if view.panel.note:
+            run.notes.append(view.panel.note)
+        views[event.event_id], payload[event.event_id] = view, view.payload()
     in_order = [views[row.event_id] for row in chosen.rows if row.event_id in views]
     packed = {} if is_inline else {name: _packed(view, payload.pop(name)) for name, view in views.items()}
     health = judge(run.metrics)
@@ -114,6 +112,11 @@ class View(NamedTuple):
     doc: EventDocument
     panel: Panel
 
+    def payload(self) -> dict[str, Any]:
+        """Return what the page's script needs of the event."""
+        shades, sequences = self.panel.shades, enumerate(self.panel.sequences)
+        return {"issue": issue(self.doc), "s": [tokens.payload(view, index, shades) for index, view in sequences]}
+
 
 def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
     """Return the latest gradient analyses with their figures, and the number of others."""
@@ -124,15 +127,14 @@ def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], 
     from ..figures import buckets  # matplotlib takes a second to import, and few runs need it
     from ..figures.style import to_svg
 
-    made = []
-    for analysis in list(analyses.values())[: -ANALYSES - 1 : -1]:
-        figures = [
-            (title, to_svg(draw(analysis), f"b{analysis.step}-{name}", title))
-            for name, (title, draw) in buckets.FIGURES.items()
-        ]
+    drawn = []
+    for analysis in list(reversed(analyses.values()))[:ANALYSES]:
+        figures = []
+        for name, (title, draw) in buckets.FIGURES.items():
+            figures.append((title, to_svg(draw(analysis), f"b{analysis.step}-{name}", title)))
         rows = analysis.get("all", "sample_count")
-        made.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))
-    return made, len(analyses) - len(made)
+        drawn.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))
+    return drawn, len(analyses) - len(drawn)
 
 
 def _packed(view: View, payload: dict[str, Any]) -> str:
