@@ -158,19 +158,21 @@ class BucketAnalysis(Reporter):
     Args:
         settings: of this analysis.
         run: the run.
-        prepare: (seed) -> a separate batch, which no update will see.
+        prepare: (seed) -> a separate batch, which no update will see; None where the settings cannot ask for one.
     """
 
     name, prefix = "gradient_analysis", "grad_analysis"
     settings: BucketSettings
 
-    def __init__(self, settings: BucketSettings, run: AnalysisRun, prepare: Callable[[int], AnalysisBatch]):
+    def __init__(
+        self, settings: BucketSettings, run: AnalysisRun, prepare: Callable[[int], AnalysisBatch] | None = None
+    ):
         super().__init__(settings, run)
         self._prepare = prepare
 
     def analyse(self, batch: AnalysisBatch, global_step: int) -> dict[str, float]:
         settings, start = self.settings, time.perf_counter()
-        if settings.is_separate:
+        if settings.is_separate and self._prepare is not None:
             batch = self._prepare(self.training.seed + _SEEDS_APART * global_step)
         mask = batch.tensors["response_mask"]
         groups = groups_of(batch.uids, batch.tensors["token_level_scores"], mask)

@@ -32,7 +32,7 @@ class LoopAnalyses:
         run = AnalysisRun(root, seed=0, trackers={}, names=names, loss=loss, vital=(LostRank,))
         self.reporters: list[Reporter] = [] if quartiles is None else [QuartileReporter(quartiles, run)]
         if buckets is not None:
-            self.reporters.append(BucketAnalysis(buckets, run, _no_batch))
+            self.reporters.append(BucketAnalysis(buckets, run))
 
     def are_due(self, number: int) -> bool:
         """Return whether any analysis is due at this optimizer step, by its number from 1."""
@@ -64,10 +64,6 @@ class LoopAnalyses:
             reporter.run(lambda: _analysis_batch(batch, objection, ask), number, metrics, {})
         ranks.broadcast_from(0, None)
         return metrics
-
-
-def _no_batch(seed: int) -> AnalysisBatch:
-    raise NotImplementedError("a loop rolls out no batch for an analysis")
 
 
 def _measure(

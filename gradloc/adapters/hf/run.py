@@ -13,6 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from ...explain.advice import parsed
+
 SETTINGS = "GRADLOC_RUN"
 """The environment variable with the callback's arguments, as JSON."""
 USAGE = """\
@@ -56,16 +58,8 @@ def _split(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         block = settings
         for each in blocks:
             block = block.setdefault(each, {})
-        block[last] = _parsed(value)
+        block[last] = parsed(value)
     return settings, []
-
-
-def _parsed(text: str) -> Any:
-    """Parse a value as JSON; other text is returned unchanged."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def watch_each(trainer: type) -> None:
