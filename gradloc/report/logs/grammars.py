@@ -489,8 +489,8 @@ _SAID = re.compile(
 
 def _steps_apart(line: str) -> list[str]:
     """Return the parts of a line that holds several steps, as a paste without its line breaks does."""
-    if line.count("|") < 4 and line.lower().count("step") < 2 and line.lower().count("iter") < 2:
-        return [line]
+    if line.count("|L") < 2 and line.count("tep") < 2 and line.count("iter") < 2 or "consumed samples" in line:
+        return [line]  # a quick look; Megatron's lines have one
     heads = list(_SAID.finditer(line))
     steps = [int(head["tune"] or head["step"]) for head in heads]
     words = {(head["word"] or "").lower() for head in heads}
@@ -539,7 +539,7 @@ class Labelled(Grammar):
         if is_bar:
             line = _BAR.sub(" ", line)
         head = (
-            ("|" in line and _LABEL.search(line))
+            ("|L" in line and _LABEL.search(line))
             or ("lobal" in line and HEADED_GLOBALLY.search(line))
             or ("tep" in line and HEADED_BY_STEP.search(line))
         )
