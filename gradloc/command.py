@@ -46,8 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0 if words else 2
-    if words[0] == "report":
-        words[0] = "show"
     missing = ""
     for place in OTHERS.get(words[0], ()):
         try:

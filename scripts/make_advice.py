@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gradloc.explain.advice import ACTIONS, VERLS  # noqa: E402
+from gradloc.explain.advice import ACTIONS, VERLS, lines_of  # noqa: E402
 from gradloc.explain.causes import CAUSE_INFO, RULES  # noqa: E402
 from gradloc.explain.cures import MILDEST_FIRST, is_measured  # noqa: E402
 from gradloc.health.rules import ADVICE  # noqa: E402
@@ -34,23 +34,33 @@ def _causes_of(cure: str) -> str:
     return ", ".join(f"`{label}`" for label, found in CAUSE_INFO.items() if cure in found.cures)
 
 
+def _line(name: str) -> str:
+    """Return an action's line on verl, else in a loop; empty where it has none."""
+    action = ACTIONS[name]
+    return action.line("0.9") or action.line("0.7") or next(iter(lines_of(name, "loop").values()), "")
+
+
 def pages() -> dict[Path, str]:
     """Return the text of each page."""
     rules = []
     for rule in RULES:
         action = ACTIONS[rule.do[0]]
-        parts = [f"### {rule.seen}", _italic(rule.say) or action.do, f"    {action.line('0.9') or action.line('0.7')}"]
+        parts = [f"### {rule.seen}", _italic(rule.say) or action.do]
+        if line := _line(rule.do[0]):
+            parts.append(f"    {line}")
         items = [("Else", _all(rule.do[1:])), ("Why", _italic(rule.why)), ("Fixed when", rule.check)]
         rules.append("\n\n".join([*parts, "\n".join(f"- {name}: {text}" for name, text in items if text)]))
     actions = []
-    for action in ACTIONS.values():
+    for name, action in ACTIONS.items():
         lines = {f"verl {verl}": action.line(verl) for verl in VERLS if action.line(verl)}
         if len(lines) == len(VERLS) and len({*lines.values()}) == 1:
             lines = {"both": lines.popitem()[1]}
-        known = "; ".join(f"{verl}: `{line}`" for verl, line in lines.items())
+        if not lines and (line := _line(name)):
+            lines = {"a loop": line}
+        known = "; ".join(f"{where}: `{line}`" for where, line in lines.items())
         actions.append(f"- {action.do} {known}".rstrip())
     causes = [
-        f"- `{label}`: {found.title}. {found.means} {'' if found.why else 'People: ' + _all(found.do)}".rstrip()
+        f"- `{label}`: {found.title}. {found.means} {'' if found.why else 'Usual remedies: ' + _all(found.do)}".rstrip()
         for label, found in CAUSE_INFO.items()
     ]
     reasons = [f"- `{name}`: {_all(names)}" for name, names in ADVICE.items()]

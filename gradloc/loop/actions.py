@@ -66,7 +66,7 @@ def decide(
     """
     act = partial(Action, limits.mode)
     if limits.mode == "observe":
-        return act("observe", "the step goes on as it is")
+        return act("observe", "that is the mode")
     if spike.kind == "forced":
         return act("observe", "a rehearsal: nothing spiked, so the step goes on as it is")
     if limits.mode not in _SEARCHED:

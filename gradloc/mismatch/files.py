@@ -21,10 +21,11 @@ from .columns import Columns, MismatchError, columns
 
 Made = TypeVar("Made")
 NAMES = {
-    "rollout": ("rollout_log_probs", "rollout_logprobs", "inference_logprobs", "generation_logprobs", "rollout_logps",
-                "sampling_per_token_logps", "sampling_logprobs", "vllm_logprobs", "rollout"),
-    "trainer": ("old_log_probs", "trainer_logprobs", "prev_logprobs", "old_per_token_logps", "old_logprobs",
-                "trainer_log_probs", "trainer"),
+    "rollout": ("rollout_log_probs", "rollout_log_prob", "rollout_logprobs", "inference_logprobs",
+                "generation_logprobs", "rollout_logps", "sampling_per_token_logps", "sampling_logprobs",
+                "vllm_logprobs", "rollout"),
+    "trainer": ("old_log_probs", "old_log_prob", "trainer_logprobs", "prev_logprobs", "old_per_token_logps",
+                "old_logprobs", "trainer_log_probs", "trainer"),
     "mask": ("response_mask", "loss_mask", "token_loss_mask", "completion_mask", "mask"),
     "ids": ("token_ids", "responses", "completion_ids", "input_ids", "token_id", "ids"),
     "row": ("row", "sequence_id", "sequence", "sample", "export_sequence_idx"),
@@ -35,6 +36,7 @@ NAMES = {
 }  # fmt: skip
 """The names of each column in trainers' files and ours; the first one present is read."""
 _NUMBERS = {name for ours, theirs in NAMES.items() if ours not in ("row", "group") for name in theirs}
+_SHOWN = 12  # names of a file's columns in a message
 TEXT_ONLY = {
     "verl's rollout dump": {"input", "output", "score"},
     "TRL's completions": {"prompt", "completion", "advantage"},
@@ -104,7 +106,7 @@ def _columns(files: list[Path]) -> Columns:
         tables.append({ours: found[name] for ours, name in named.items() if name is not None})
         for needed, who in (("rollout", "rollout engine"), ("trainer", "trainer")):
             if needed not in tables[-1]:
-                seen = ", ".join(sorted(tables[-1])) or "none that is known"
+                seen = ", ".join(sorted(found)[:_SHOWN]) or "none"
                 raise MismatchError(
                     f"{file} has no column of the {who}'s log-probs (found: {seen}): name it "
                     f"{' or '.join(NAMES[needed][:3])}."

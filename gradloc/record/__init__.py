@@ -117,7 +117,7 @@ class Trigger:
     grad_norm: float | None = never_null()
     """L2 norm of the mini-batch's gradient before clipping."""
     threshold: float | None = None
-    """The norm from which a step counts as a spike; null on a rehearsal and while the adaptive rule warms up."""
+    """The norm above which a step counts as a spike; null on a rehearsal and while the adaptive rule warms up."""
     tau: float | None = None
     """Per-token threshold: threshold = tau / sqrt(num_tokens)."""
     num_tokens: Count | None = never_null()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, which runs a subcommand and prints its errors in one sentence.
 
-``gradloc RUN_DIR`` is short for ``gradloc show RUN_DIR``. A folder that has a subcommand's name needs ``./`` before it.
+``gradloc RUN_DIR`` is short for ``gradloc report RUN_DIR``, of which ``show`` is the older name. A folder that has a
+subcommand's name needs ``./`` before it.
 """
 
 import argparse
@@ -25,7 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(__version__)
         return 0
-    name = words.pop(0) if words and words[0] in COMMANDS else "show"
+    if words[:1] == ["show"]:
+        words[0] = "report"
+    name = words.pop(0) if words and words[0] in COMMANDS else "report"
     module = importlib.import_module(f".commands.{name}", __package__)
     try:
         args = _parse(name, module, words)
@@ -52,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(name: str, module: Any, words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="gradloc" if name == "show" else f"gradloc {name}",
+        prog="gradloc" if name == "report" else f"gradloc {name}",
         description=f"{capitalized(COMMANDS[name])}.",
         epilog=getattr(module, "EPILOG", None),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -44,7 +44,7 @@ def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(r
     assert "Not checked, as the run logs no metric for them: head_norm, mismatch_weight" in out
     assert "\x1b[" not in out
     out = shown("health", run_of("collapsed"))
-    assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and see above" in out
+    assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and what is listed above" in out
     assert "X no_gradient  danger, first at step 18; found at 12, 16-30" in out
 
 

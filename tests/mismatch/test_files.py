@@ -111,7 +111,7 @@ def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
     "name, text, said",
     [
         ("a.txt", "x", "is none of .jsonl"),
-        ("a.csv", "rollout_log_probs,b\n-1,2\n", r"has no column of the trainer's log-probs \(found: rollout\)"),
+        ("a.csv", "rollout_log_probs,b\n-1,2\n", r"of the trainer's log-probs \(found: b, rollout_log_probs\)"),
         ("a.jsonl", "no json\n", r"a.jsonl cannot be read \(Expecting value"),
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.csv", "", "a.csv is empty"),

@@ -44,7 +44,7 @@ TOOLS = {
     "apply_patch.py": (sys.executable, "apply_patch.py"),
     "make_patch.sh": ("bash", "make_patch.sh"),
     "run_experiment.sh": ("bash", "run_experiment.sh"),
-    "gradloc": (sys.executable, "-m", "gradloc.report", "show"),
+    "gradloc": (sys.executable, "-m", "gradloc.report", "report"),
     "gradloc replay": (sys.executable, "-m", "gradloc.replay"),
 }
 

@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 def test_a_run_is_summarized_listed_and_told_event_by_event_without_a_token_s_escapes(folder, shown):
     out = shown(folder, columns=120)
-    assert f"gradloc {folder} -o report.html" in out and f"show {folder} --event {FIRST}" in out
+    assert f"gradloc {folder} -o report.html" in out and f"report {folder} --event {FIRST}" in out
     assert shown(folder, "--list").split() == [FIRST, SECOND]
     lines = [line.strip() for line in out.splitlines()]
     assert lines[1] == "The worst of 2 events:" and lines[2].startswith("One token made the step-")
@@ -65,7 +65,7 @@ def test_two_runs_are_compared(folder, tmp_path, shown):
     assert "<h1" in (tmp_path / "compare.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("words", ["show", "watch --once", "compare {}", "cure", "health", "trigger"])
+@pytest.mark.parametrize("words", ["report", "show", "watch --once", "compare {}", "cure", "health", "trigger"])
 def test_every_command_prints_json(folder, shown, words):
     assert json.loads(shown(*words.format(folder).split(), folder, "--json"))
 
@@ -73,7 +73,7 @@ def test_every_command_prints_json(folder, shown, words):
 def test_the_completion_on_the_report_s_page_knows_every_command():
     (line,) = re.findall(r'complete -f -W "(.*)" gradloc', (REPO / "docs" / "report.md").read_text("utf-8"))
     done = subprocess.run([sys.executable, "-m", "gradloc.command", "--help"], cwd=REPO, capture_output=True, text=True)
-    named = {*re.findall(r"^ +gradloc ([a-z]+) ", done.stdout, re.M), "report", *COMMANDS} - {"show"}
+    named = {*re.findall(r"^ +gradloc ([a-z]+) ", done.stdout, re.M), *COMMANDS}
     assert {*line.split()} == named
 
 
@@ -95,8 +95,8 @@ def test_notes_go_to_standard_error(folder, capsys):
         ("runn", "runn does not exist: did you mean run?"),
         ("health ../HERE/rnu", "../HERE/rnu does not exist: did you mean run?"),
         ("heath run", "heath does not exist: did you mean health?"),
-        ("run --metrcs x", "show does not take --metrcs: did you mean --metrics?"),
-        ("show run --fromat=md", "show does not take --fromat=md: did you mean --format?"),
+        ("run --metrcs x", "report does not take --metrcs: did you mean --metrics?"),
+        ("show run --fromat=md", "report does not take --fromat=md: did you mean --format?"),
         ("compare run run run", "compare does not take run."),
         ("watch run --serve --port 99999", "--port must be from 0 to 65535, found 99999."),
         ("run -o .", "-o names the file to write"),

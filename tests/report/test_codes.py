@@ -55,7 +55,7 @@ def test_the_one_command_reports_a_path_and_knows_every_subcommand(tmp_path, cap
     assert command.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"gradloc {name} " in shown for name in ("watch", "health", "check", "compare", "mismatch", "cure"))
-    assert all(name in shown or name == "show" for name in COMMANDS)
+    assert all(name in shown or name == "report" for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", ["patch", "health"])

@@ -13,7 +13,7 @@ from ..errors import ReportError
 
 Made = TypeVar("Made")
 COMMANDS = {
-    "show": "what happened in a run, from its events or from its log alone; the page with -o",
+    "report": "what happened in a run, from its events or from its log alone; the page with -o",
     "compare": "two runs side by side",
     "watch": "a run that is going on: norm, threshold, health, events as they come; --serve for the page",
     "check": "before a run: what is on, what is refused, what a search takes, by the run's own config",

@@ -179,7 +179,7 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         why = str(error).partition("\n")[0]
         if verl_configs is None and isinstance(error, MissingConfigException):
             raise ReportError(
-                f"{path} takes defaults that are not here: verl is not installed, so its defaults are not known."
+                f"{path} builds on verl's defaults, and verl is not installed here: run this where it is."
             ) from None
         raise ReportError(f"Hydra cannot make a config of this: {one_line(why, 300)}") from None
     if "actor_rollout_ref" not in config:
@@ -229,7 +229,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
         return Checked("verl", None, [], str(error), None)
     switched = {"actor_rollout_ref.actor.gradloc.enable": settings.enable, "trainer.health.enable": health}
     on = [key for key, is_on in switched.items() if is_on]
-    why = "not known here: verl is not installed, so its defaults are not known; the names of our settings are right"
+    why = "not known, as verl is not installed here; the names of GradLoc's settings are right"
     try:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS):  # batch sizes that only verl's defaults say

@@ -42,8 +42,10 @@ def run(args: argparse.Namespace) -> int:
     console, counted = terminal.console(), tally(measured)
     if not counted:
         why = "gradloc.search.max_cures was 0, or an older version wrote them"
-        if measured or folder.trainer == "loop":
-            why = "this trainer has none that could be tried"
+        if folder.trainer == "loop":
+            why = "gradloc.Watch does not know how a loop makes its loss"
+        elif measured:
+            why = "none of the trainer's settings could be tried"
         _print_advice(folder, why)
         return 0
     num = len(measured)

@@ -127,7 +127,7 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
             if line:
                 console.print(Padding(Text(line, style="cyan"), (0, 0, 0, 6)))
         if len(fresh) < len(advice):
-            console.print(Padding("- and see above", (0, 0, 0, 2)))
+            console.print(Padding("- and what is listed above", (0, 0, 0, 2)))
 
 
 def _strip(health: RunHealth) -> Text:

@@ -17,6 +17,7 @@ from ...trigger import AdaptiveThreshold
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
+from ..pages.script_data import THRESHOLD
 from ..runs.diagnosis import Diagnosis, diagnose
 from ..runs.run import read_run
 from ..runs.spikes import missing_norm
@@ -135,6 +136,12 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     also = f"; {plural(len(early), 'step')} of the warm-up, drawn too, by its size alone" if early else ""
     share = percent(len(spikes) / len(judged))
     console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({share}){also}.")
+    own = dict(diagnosis.run.metrics.known(THRESHOLD))
+    for step in spikes:
+        at = own.get(step.step)
+        if None not in (at, step.threshold) and not math.isclose(at, step.threshold, rel_tol=0.01):
+            console.print(f"By the adaptive rule; the run's own threshold at step {step.step} was {number(at, 3)}.")
+            break
     for step in early:
         console.print(
             f"Step {step.step}: {number(step.norm, 3)} is {number(step.times, 3)} times the median of the steps around "
@@ -146,8 +153,8 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     if others:
         nearest, middle = others[-1], others[len(others) // 2]
         console.print(
-            f"Closest unflagged step: {percent(nearest.ratio, 2)} of its threshold (step {nearest.step}); "
-            f"median: {percent(middle.ratio, 2)}."
+            f"The largest norm that was not flagged is {percent(nearest.ratio, 2)} of its threshold "
+            f"(step {nearest.step}), a typical one {percent(middle.ratio, 2)}."
         )
     if spikes:
         rows = []

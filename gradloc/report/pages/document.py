@@ -445,8 +445,8 @@ def _replays(event: Event) -> Iterator[str]:
         apart = f" ({percent(rerun.difference)} of the spike apart)" if rerun.difference is not None else ""
         yield f"The step's micro-batches run again gave a norm of {number(rerun.norm)}{apart}: {outcome}."
     if difference is not None:
-        apart = f"{number(difference, 2)} apart" if difference else "bit for bit alike"
-        yield f"Two replays of {_REPLAYED[event.certificate.method]} were {apart}."
+        how = f"whose difference has a norm of {number(difference, 2)}" if difference else "that agree bit for bit"
+        yield f"Two replays of {_REPLAYED[event.certificate.method]} gave gradients {how}."
     if event.head_grad_norm is not None:
         yield f"The output head's part of the gradient has norm {number(event.head_grad_norm)}."
 

@@ -87,7 +87,7 @@ def _parted(first: Metrics, second: Metrics) -> str:
     if step > common[0]:
         return (
             f"The two are the same until step {step}, where {name} is {number(value, 4)} in the first and "
-            f"{number(other, 4)} in the second: data, weights and seed were the same until then."
+            f"{number(other, 4)} in the second: until then data, weights and seed were probably the same."
         )
     leaving = []
     for name in names[:_NUM_SCATTERED]:

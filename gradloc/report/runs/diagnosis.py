@@ -260,7 +260,7 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     silent = [step.step for step in steps if step.threshold is None]
     if not silent:
         return []
-    reported = f"only norms above {EARLY:g} times the median are reported"
+    reported = f"a norm is reported if it is above {EARLY:g} times the median"
     if len(silent) == len(steps):
         num_finite = sum(math.isfinite(step.norm) for step in steps)
         count = plural(num_finite, "step" if num_finite == len(steps) else "finite norm")

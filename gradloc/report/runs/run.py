@@ -129,7 +129,7 @@ class RunFolder:
 
     def show_command(self, event_id: str) -> str:
         """Return the command that shows one event with every token."""
-        return f"gradloc show {shlex.quote(str(self.path))} --event {shlex.quote(event_id)}"
+        return f"gradloc report {shlex.quote(str(self.path))} --event {shlex.quote(event_id)}"
 
     def find(self, event_id: str) -> Event:
         """Return the event of this name; raise ReportError with the known names."""

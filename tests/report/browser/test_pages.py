@@ -264,7 +264,7 @@ def test_two_thousand_events_are_found_walked_and_copied(driver, largest_page):
     for key, step in (("j", 502), ("j", 503), ("k", 502)):
         press(driver, key)
         opened(driver, step)
-    assert "gradloc show" in find(driver, "#stage .copyline")[0].text
+    assert "gradloc report" in find(driver, "#stage .copyline")[0].text
     grant = {"permission": {"name": "clipboard-write"}, "setting": "granted"}
     driver.execute_cdp_cmd("Browser.setPermission", grant)
     press(driver, "y")

@@ -165,7 +165,7 @@ def test_of_many_events_the_worst_are_carried_compressed_and_the_others_are_rows
     assert carried["step000070-epoch0-mini0"]["s"][0]["c"] == [3]
     rows = payload(text)["rows"]
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 201)]
-    assert payload(text)["show"] == f"gradloc show {tmp_path} --event ''", "what a row's name completes"
+    assert payload(text)["show"] == f"gradloc report {tmp_path} --event ''", "what a row's name completes"
 
 
 def test_hostile_text_of_a_row_and_of_a_compressed_event_stays_text(tmp_path):
