@@ -103,7 +103,8 @@ def _label(culprit: Culprit, cause: Cause, document: Document) -> str:
     if document.copies and document.copies + 1 > _MANY * document.rows:
         return "duplicate_document"
     is_unlikely = own is not None and usual is not None and own < usual - _FAR
-    if culprit.span != "token" and (is_unlikely or oddities(document)) or is_unlikely and oddities(document):
+    signs = [is_unlikely, bool(oddities(document))]
+    if all(signs) or culprit.span != "token" and any(signs):  # one is enough where the whole row is a culprit
         return "odd_document"
     if cause.label in ("low_probability", "large_jacobian", "unknown") and (culprit.at("log_prob") or 0.0) < _UNLIKELY:
         return "unexpected_token"

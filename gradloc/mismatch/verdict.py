@@ -202,7 +202,7 @@ def shifted(tokens: Tokens) -> Found | None:
 
 
 def strange_rows(tokens: Tokens) -> Found | None:
-    """Return rows that differ where others agree: as padding or packing would have it, or some prompts'."""
+    """Return rows that differ where others agree, by padding or packing, or because of their prompts; None without."""
     columns, row = tokens.columns, tokens.row
     if row[-1] < 7:
         return None
@@ -239,13 +239,14 @@ def strange_rows(tokens: Tokens) -> Found | None:
 
 
 def strange_tokens(tokens: Tokens) -> Found | None:
-    """Single tokens, runs of them, or all unlikely ones, that differ where others agree."""
+    """Return single tokens, runs of them, or all unlikely ones, that differ where others agree; None without any."""
     marks = tokens.beyond(tokens.scale)
     if not max(8, 0.003 * len(marks)) <= marks.sum() <= 0.4 * len(marks):
         return None
-    share, kind = float(marks.mean()), "routing"
+    kind, share = "routing", float(marks.mean())
     least = np.minimum(tokens.columns.trainer, tokens.columns.rollout)
-    lower, after = float((tokens.d[marks] < 0).mean()), tokens.next & marks[:-1]
+    lower = float((tokens.d[marks] < 0).mean())
+    after = tokens.next & marks[:-1]
     numbers = {
         "share": share,
         "together": float(marks[1:][after].mean()) if after.any() else 0.0,
@@ -289,16 +290,15 @@ MORE: dict[str, tuple[str, Callable[[Numbers], bool]]] = {
 
 
 def most_bend(n: Numbers) -> float:
-    """Return how much wider another temperature spreads the unlikely tokens than the others: most where the two are far
-    apart, which only sure tokens show.
+    """Return how much wider another temperature may spread the unlikely tokens than the others.
+
+    It is most where the two temperatures are far apart, which only sure tokens show.
     """
     return 1.25 * abs(float(np.log(n["slope"]))) if n["r"] > 0.9 else 0.3
 
 
 def stays(n: Numbers) -> bool:
-    """Return whether the difference is of weights: it depends on what the token is, or nothing else could be so
-    large.
-    """
+    """Return whether other weights make the difference: it depends on the token, or nothing else could be as large."""
     depends = any(n[f"{by}_sigma"] > 5 and n[by] > EFFECT for by in ("neighbours", "by_id") if by in n)
     return (depends and n["noise"] > LEAST) or (n["noise"] > FLOOR and not n["has_ids"])
 
