@@ -284,8 +284,8 @@ class AnalysedEngineStep(EngineStep, AnalysedLoss):
         data = data.copy()
         data["response_mask"] = response_to_nested(padded(mask) * is_real.unsqueeze(1), mask)
         counts = [float(is_real.sum()), float(padded(mask)[is_real].sum())]
-        self._num_rows, self._num_tokens = map(int, ranks.sum(counts))
-        sizes = {"batch_num_tokens": max(self._num_tokens, 1), "global_batch_size": self._num_rows, "sp_size": 1}
+        self._num_rows, self._num_tokens = (max(int(count), 1) for count in ranks.sum(counts))
+        sizes = {"batch_num_tokens": self._num_tokens, "global_batch_size": self._num_rows, "sp_size": 1}
         names = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
         has_entropy = bool(config.calculate_entropy or config.entropy_coeff != 0)
         tu.assign_non_tensor(
@@ -315,7 +315,7 @@ class AnalysedEngineStep(EngineStep, AnalysedLoss):
             return 1.0 / self.num_ranks, False
         mask = self.token_mask(micro_batch)
         if mode == "token-mean":  # verl averages over the tokens of the whole mini-batch
-            return int(mask.sum()) / max(self._num_tokens, 1), True
+            return int(mask.sum()) / self._num_tokens, True
         return int(mask.any(1).sum()) / self._num_rows, True
 
 

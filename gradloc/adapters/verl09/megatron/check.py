@@ -100,8 +100,7 @@ class Check:
         self.engine._watch = None
         if mode is not None:
             settings = replace(self.settings, action=replace(self.settings.action, mode=mode))
-            num_tokens = size * _NUM_RESPONSE
-            rule = [num_tokens], [limit], [limit * num_tokens**0.5]
+            rule = [size * _NUM_RESPONSE], [limit], [None]
             policy = Policy(self.num_updates, "fixed", *rule, 1, update=self.num_updates, settings=settings)
             tu.assign_non_tensor(data, **{POLICY_KEY: policy})
         flags = ("calculate_entropy", "distillation_use_topk", "distillation_only")
@@ -176,12 +175,13 @@ def block(check: Check, claims: dict[str, bool]) -> str:
     megatron, event = check.worker.config.actor.megatron, check.event
     sizes = [f"{name.partition('_')[0]} {megatron[name]}" for name in megatron if name.endswith("_parallel_size")]
     device = get_torch_device().get_device_name() if get_device_name() == "cuda" else "CPU"
-    named = [(culprit.row, culprit.positions) for culprit in event.culprits] if event else []
+    named = [(culprit.rank, culprit.positions) for culprit in event.culprits] if event else []
+    verdict = event.certificate.verdict if event else "no event"
     lines = [
         ", ".join(f"{name} {version_of(name) or 'none'}" for name in packages),
         f"{dist.get_world_size()} x {device}; {', '.join(sizes)}; {check.engine.param_dtype}",
         f"two halves of the tokens add up to the gradient within {check.sum_error:.1e}",
-        f"one token planted: {len(named)} named, at {named}: {event.certificate.verdict if event else 'no event'}",
+        f"one token planted: {len(named)} named, at (rank, positions) {named}: {verdict}",
         f"closure: {event.shares.closure:.4f}" if event and event.shares else "closure: none",
         *(f"{claim}: {'yes' if holds else 'NO'}" for claim, holds in claims.items()),
     ]
