@@ -117,8 +117,9 @@ def requested(kind: str, batch: Any) -> Any:
     return with_buckets(batch, UNEVEN) if kind == "buckets" else by_quartile(batch)
 
 
-def with_filling_row(kind: str, dump_dir: str) -> dict[str, Any]:
-    """15 rows and one that fills up the ranks; the same with other numbers in that row."""
+def with_filling_row(kind: str, dump_dir: str, overrides: list[str]) -> dict[str, Any]:
+    """15 rows and one that fills up the ranks, in a micro-batch of its own or with others; the same with other numbers
+    in that row."""
     numbers = []
     for factor in (1.0, 1e3):
         batch = make_batch(16)
@@ -127,7 +128,7 @@ def with_filling_row(kind: str, dump_dir: str) -> dict[str, Any]:
         data = requested(kind, batch)
         for key in {"gradloc_bucket", "gradloc_quartile"} & set(data.batch.keys()):
             data.batch[key][15] = -1
-        numbers.append(make_trainer(TERMS, dump_dir).analyze(data))
+        numbers.append(make_trainer(TERMS + overrides, dump_dir).analyze(data))
     kept = [{key: each.get(key) for key in ("norms", "dots", "weights", "closure")} for each in numbers]
     return {"same": kept[0] == kept[1], **kept[0]}
 

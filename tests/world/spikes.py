@@ -128,6 +128,7 @@ def update_batch(kind: str, overrides: list[str], dump_dir: str) -> dict[str, An
         "event": out["events"][0] if out["events"] else None,
         "metrics": out["metrics"],
         "tokens": batch.batch["response_mask"].sum(1).tolist(),
+        "rewards": batch.batch["token_level_scores"].sum(1).tolist(),
         "next_norm": after["metrics"]["actor/grad_norm"][0][0],
     }
 

@@ -157,7 +157,10 @@ def test_a_spike_in_a_later_mini_batch_and_epoch_is_found_there(world, dump_dir)
     assert places == [(0, 1), (1, 1)]
     tokens = sum(found["tokens"][row] for row in (4, 5, 6, 7, 12, 13, 14, 15))  # each rank's second half
     for event in events:
-        assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(6, [2])]
+        (culprit,) = event["culprits"]
+        assert (culprit["row"], culprit["positions"]) == (6, [2])
+        rewards = [culprit["reward"], *(sibling["reward"] for sibling in culprit["siblings"])]
+        assert rewards == pytest.approx(found["rewards"][6:8])
         assert event["trigger"]["num_tokens"] == tokens
 
 

@@ -489,16 +489,17 @@ def filtered(overrides: list[str], model_dir: str) -> dict[str, Any]:
     }
 
 
-def rates(overrides: list[str], model_dir: str) -> list[float]:
-    """The learning rate after each of two steps, under a schedule that divides by the number of its steps."""
+def rates(overrides: list[str], model_dir: str) -> tuple[list[float], list[str]]:
+    """The learning rate after each of two steps, under a schedule that divides by the number of its steps; and the
+    metrics that are a learning rate."""
     made = make_trainer(["algorithm.lopti.enable=true", "algorithm.lopti.quantile=0.5", *overrides], model_dir)
     engine = made.engine
     engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
     found = []
     for step in range(2):
-        made.update(make_batch(seed=step))
+        metrics = made.update(make_batch(seed=step))
         found.append(engine.lr_scheduler.get_last_lr()[0] / engine.lr_scheduler.base_lrs[0])
-    return found
+    return found, sorted(name for name in metrics if name.endswith("/lr"))
 
 
 def make_side(overrides: list[str], model_dir: str) -> None:

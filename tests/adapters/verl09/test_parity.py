@@ -79,5 +79,5 @@ def test_the_rollout_filter_drops_groups_before_verl_fills_up_mini_batches(call)
 @pytest.mark.parametrize("each, expected", [("false", [1 / 2, 1 / 3]), ("true", [1 / 3, 1 / 5])])
 def test_the_learning_rate_advances_once_a_step_or_with_each_of_loptis_stages(call, each, expected):
     settings = ["+gradloc=off", f"algorithm.lopti.step_lr_each_stage={each}"]
-    found, _ = call("rates", settings)
-    assert found == pytest.approx(expected)
+    (found, told), _ = call("rates", settings)
+    assert found == pytest.approx(expected) and told == ["actor/lr", "lopti/high/lr", "lopti/low/lr"]

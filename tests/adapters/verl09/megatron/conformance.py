@@ -43,14 +43,15 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
         return getattr(module, name)(**given)
 
 
-def fail_in_layer(way: str, process: int, overrides: list[str], dump_dir: str) -> None:
-    """A spike in whose search a layer's ``forward`` or ``backward`` fails, the second time that a process is there."""
+def fail_in_layer(way: str, process: int | None, overrides: list[str], dump_dir: str) -> list[int]:
+    """A spike in whose search a layer's ``forward`` or ``backward`` fails, the second time that a process, or each, is
+    there; the searches that have failed."""
     trainer, uses = make_trainer(overrides, dump_dir), 0
 
     def come(*_: Any) -> None:
         nonlocal uses
         uses += 1
-        if uses == 2 and dist.get_rank() == process:
+        if uses == 2 and process in (None, dist.get_rank()):
             raise RuntimeError(f"made to fail: {way}")
 
     def in_layer(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -65,7 +66,7 @@ def fail_in_layer(way: str, process: int, overrides: list[str], dump_dir: str) -
     batch = world_harness.make_batch(seed=1)
     plant(batch, 6, 2, 1e4)
     with mock.patch.object(world_harness.part("core.ranks"), "_PATIENCE_S", 2.0):
-        trainer.update(batch)
+        return trainer.update(batch)["metrics"]["gradloc/failures"]
 
 
 def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: str) -> int:

@@ -16,6 +16,6 @@ def test_it_says_that_all_adds_up_and_that_nothing_is_changed(world, layout, tmp
     said, *_ = world.run(f"{HERE}.harness.check", overrides=of.overrides, model_dir=folder)
     print(said)
     assert float(re.search(r"within (\S+)", said)[1]) < 2e-6
-    assert "1 named, at [(None, (5,))]: explained" in said
+    assert "1 named, at (rank, positions) [(0, (5,))]: explained" in said
     assert float(re.search(r"closure: (\S+)", said)[1]) == pytest.approx(1, abs=0.03)
     assert said.count(": yes") == 4 and ": NO" not in said

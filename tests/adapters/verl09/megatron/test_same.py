@@ -111,6 +111,17 @@ def test_moving_the_weights_does_not_send_a_token_to_other_experts(world, dump_d
     assert all(0.98 < closure < 1.02 for closure in found), found
 
 
+@in_layouts("experts, EP 2", default=("experts, EP 2",))
+def test_a_search_leaves_the_routers_biases_as_training_does(world, dump_dir):
+    always = [ON[0], f"{ACTOR}.grad_norm_threshold=1"]
+    alone, watched = (
+        world.run("spikes.train", overrides=[*BIAS, *on], dump_dir=f"{dump_dir}{len(on)}", num_steps=5)
+        for on in ([], always)
+    )
+    assert [rank["weights"] for rank in alone] == [rank["weights"] for rank in watched]
+    assert watched[0]["events"] == 5
+
+
 @in_layouts(*ROUTERS)
 def test_a_spike_of_routers_losses_is_no_tokens(world, dump_dir):
     losses = [setting.format(3e4) for setting in LOSSES]
@@ -136,6 +147,12 @@ def test_a_failure_inside_of_a_layer_ends_every_process(world, dump_dir, place, 
     short = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"]  # two micro-batches
     given = {"way": place, "process": process, "overrides": ON + short, "dump_dir": dump_dir}
     assert {fate for fate, _ in world.outcomes("conformance.fail_in_layer", timeout_s=240, **given)} == {"ended"}
+
+
+@in_layouts("TP 2", default=("TP 2",))
+def test_training_goes_on_after_a_failure_inside_of_a_layer_of_every_process(world, dump_dir):
+    given = {"way": "forward", "process": None, "overrides": ON, "dump_dir": dump_dir}
+    assert world.run("conformance.fail_in_layer", **given) == [[1], [1]]
 
 
 @pytest.mark.parametrize("method", ["run_pass", pytest.param("forward", marks=pytest.mark.slow)])
