@@ -1,38 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer that this environment has, and the marks of tests that not every trainer runs.
+"""The trainer that this environment has, and the marks of tests that not every trainer runs by default.
 
 tests/adapters/conformance, and what scripts/test.sh adds, run by the same code on each: on verl 0.7's actor, on
-verl 0.9's engine (`scripts/test.sh verl09`), and in part on TRL's trainer under DDP (`scripts/test.sh trl`).
+verl 0.9's engine (`scripts/test.sh verl09`), and on TRL's trainer under DDP (`scripts/test.sh trl`). A case that asks
+for what a trainer does not have is skipped by the scenario, see tests/world/settings.py.
 """
 
-import importlib.metadata
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab.experiments.environment import DEFAULT_VERL
-from tests.world import PRELOADED
+from tests.world import PRELOADED, trainer_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 VERL07, VERL09, TRL = "verl 0.7", "verl 0.9", "TRL"
-
-
-def _installed() -> tuple[str, str]:
-    """Return the trainer and its version; verl 0.7 is none that is installed, but a patched copy."""
-    if find_spec("trl"):
-        return TRL, importlib.metadata.version("trl")
-    try:
-        version = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    if version.startswith("0.9."):
-        return VERL09, version
-    return VERL07, DEFAULT_VERL
-
-
-TRAINER, VERSION = _installed()
+TRAINER = {"verl07": VERL07, "verl09": VERL09, "trl": TRL}.get(trainer_folder(), trainer_folder())
+VERSION = version("verl") if TRAINER == VERL09 else DEFAULT_VERL
+"""Of verl."""
 INSTALLED = {
     TRL: ("trl", "gradloc.trl"),
     VERL09: ("verl.workers.engine_workers", "verl.trainer.ppo.v1", "transfer_queue"),

@@ -228,7 +228,7 @@ def _megatron(layout: str) -> Iterator[None]:
 
     conformance._layout.clear()
     conformance._layout.update(LAYOUTS[layout].settings)
-    with mock.patch.object(verl_harness, "other_trainer", lambda: conformance):
+    with mock.patch.object(verl_harness, "adapter", lambda: conformance):
         yield
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import make_batch, make_config, make_model, make_trainer, shard
+from tests.adapters.verl07.harness import make_config, shard
+from tests.world.harness import make_batch, make_model, make_trainer
 from tests.world.spikes import plant
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.world.harness import local_of, log_probs, make_batch, make_trainer
+from tests.world.harness import local_of, make_batch, make_trainer
 from tests.world.spikes import address, plant
 
 ALGORITHM = "algorithm.lopti.enable=true"
@@ -19,7 +19,7 @@ def batch_of(seed: int, trainer: Any = None) -> Any:
         shape = batch.batch["old_log_probs"].shape
         batch.batch["old_log_probs"] = -3 * torch.rand(shape, generator=generator)
         return batch
-    batch.batch["old_log_probs"] = log_probs(trainer, batch, micro_batch_size=4)
+    batch.batch["old_log_probs"] = trainer.log_probs(batch)
     return batch
 
 

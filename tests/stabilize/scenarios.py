@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.stabilize import slow
-from tests.world.harness import local_of, log_probs, make_batch, make_trainer
+from tests.world.harness import local_of, make_batch, make_trainer
 from tests.world.spikes import plant
 
 
@@ -170,7 +170,7 @@ def loss_under(overrides: list[str], layout: list[str], dump_dir: str) -> dict[s
     stabilize = clipped.settings.stabilize
     out = clipped.update(copy.deepcopy(batch))
     plain = make_trainer(layout, dump_dir)
-    log_prob = log_probs(plain, batch)
+    log_prob = plain.log_probs(batch)
     log_ratio = (log_prob - batch.batch["rollout_log_probs"]).tolist()
     mask = batch.batch["response_mask"].tolist()
     weights = torch.ones_like(log_prob)

@@ -15,9 +15,13 @@ import socket
 import sys
 import time
 import traceback
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.world.settings import Unsupported
 
 REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("GRADLOC_TEST_DEVICE", "cpu")
@@ -27,6 +31,21 @@ SHARDING = "fsdp2" if DEVICE == "cpu" else "fsdp"
 # Ranks are forked from a process that has these, where they are installed: importing them is most of a start.
 PRELOADED: tuple[str, ...] = ("datasets", "hydra", "peft", "ray", "tensordict", "torchdata", "transformers")
 PRELOADED += ("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3")
+
+
+def trainer_folder() -> str:
+    """Return the name of the folder in tests/adapters of the trainer under test.
+
+    GRADLOC_TEST_TRAINER names one that no environment of ours has. verl 0.7 is not installed, but a patched copy.
+    """
+    if name := os.environ.get("GRADLOC_TEST_TRAINER"):
+        return name
+    if find_spec("trl"):
+        return "trl"
+    try:
+        return "verl09" if version("verl").startswith("0.9.") else "verl07"
+    except PackageNotFoundError:
+        return "verl07"
 
 
 class RankError(AssertionError):
@@ -67,12 +86,13 @@ class World:
             Each rank's return value.
 
         Raises:
+            Unsupported: the trainer has not what the function asks for; the test is skipped.
             RankError: when a rank raised, died, or did not answer within ``timeout_s``. After the
                 latter two the ranks are ended, and the next call starts new ones.
         """
         self._call(function, kwargs)
         limit = timeout_s or self._timeout_s
-        answers, errors = [], []
+        answers, errors, unsupported = [], [], None
         for rank, pipe in enumerate(self._pipes):
             try:
                 if not pipe.poll(limit):
@@ -85,10 +105,14 @@ class World:
                 errors.append(f"rank {rank} was lost in {function}: {error!r}, exit code {ended}")
                 raise RankError("\n".join(errors)) from error
             answers.append(answer)
-            if not is_ok:
+            if isinstance(answer, Unsupported):
+                unsupported = answer
+            elif not is_ok:
                 errors.append(f"rank {rank}:\n{answer}")
         if errors:
             raise RankError("\n".join(errors))
+        if unsupported is not None:
+            raise unsupported
         return answers
 
     def outcomes(self, function: str, *, timeout_s: float, **kwargs: Any) -> list[tuple[str, Any]]:
@@ -105,6 +129,8 @@ class World:
                     found.append(("hangs", None))
                     continue
                 is_ok, answer = pipe.recv()
+                if isinstance(answer, Unsupported):
+                    raise answer
                 found.append(("went on" if is_ok else "raised", answer))
             except (EOFError, OSError):
                 found.append(("ended", None))
@@ -183,5 +209,7 @@ def _serve(rank: int, size: int, port: int, device: str, path: tuple[str, ...], 
                 gc.freeze()
                 is_frozen = True
             pipe.send((True, answer))
+        except Unsupported as why:
+            pipe.send((False, why))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

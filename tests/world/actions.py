@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios of actions: on the same culprit in every epoch, and in a run whose spikes grow from step to step."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 
-from tests.world.harness import has_engine, local_of, make_batch, make_trainer, other_trainer
+from tests.world.harness import LetOut, local_of, make_batch, make_trainer
 from tests.world.spikes import ON, answer, plant
 
 ACTOR = "actor_rollout_ref.actor"
@@ -46,7 +45,7 @@ def train_epochs(
         for each in plants:
             plant(batch, *each)
         trainer = make_trainer([*SMALL, *layout, *settings], dump_dir, dropout=dropout)
-        with letting_out(plants, batch) if lets_out else nullcontext():
+        with trainer.letting_out(LetOut(plants, batch)) if lets_out else nullcontext():
             out = trainer.update(batch)
         return out, (trainer.weights_hash(), torch.get_rng_state().numpy().tobytes())
 
@@ -80,31 +79,6 @@ def train_past_a_large_update(
     (_, theirs, stock), (events, ours, norms) = train([]), train(ON + overrides)
     faults = [(event["step"]["global_step"], event["fault"]) for event in events]
     return {"is_same": ours == theirs and norms == stock, "faults": faults, "norms": norms}
-
-
-@contextmanager
-def letting_out(plants: Sequence[Plant], batch: Any) -> Iterator[None]:
-    """Make plain training detach the planted tokens in its own forward."""
-    if has_engine():
-        with other_trainer().letting_out(plants, batch):
-            yield
-        return
-    from verl.workers.actor.dp_actor import DataParallelPPOActor
-
-    original = DataParallelPPOActor._forward_micro_batch
-    targets = [(batch.batch["input_ids"][row], position) for row, position, _ in plants]
-
-    def forward(self, inputs, **given):
-        entropy, log_prob = original(self, inputs, **given)
-        kept = torch.ones_like(log_prob, dtype=torch.bool)
-        for ids, position in targets:
-            for row in range(len(kept)):
-                if torch.equal(inputs["input_ids"][row], ids):
-                    kept[row, position] = False
-        return entropy, torch.where(kept, log_prob, log_prob.detach())
-
-    with mock.patch.object(DataParallelPPOActor, "_forward_micro_batch", forward):
-        yield
 
 
 # ---- a run whose spikes grow from step to step, beside its healthy twin

@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import lines_of, local_of, make_batch, make_config, make_trainer
+from tests.adapters.verl07.harness import make_config
+from tests.world.harness import lines_of, local_of, make_batch, make_trainer
 
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from tests.world.harness import make_batch, make_trainer, part, step_class
+from tests.world.settings import require
 from tests.world.spikes import ON
 
 ACTOR = "actor_rollout_ref.actor"
@@ -124,6 +125,7 @@ def _reward(batch: Any, scale: float, is_divided: bool) -> None:
 
 def grouped(algorithm: dict[str, Any], is_reweighted: bool, factor: float) -> dict[str, Any]:
     """Return the driver's groups of a batch with GRPO's advantages, times a factor; ``algorithm`` is of the config."""
+    require(find_spec("verl") is not None, "a rollout correction is verl's")
     from omegaconf import OmegaConf
 
     batch = edited("rewards, divided")
@@ -135,6 +137,7 @@ def grouped(algorithm: dict[str, Any], is_reweighted: bool, factor: float) -> di
 
 def corrected(name: str) -> dict[str, list[float]]:
     """Apply a setting of the rollout correction to a micro-batch that only fills a batch up: it changes nothing."""
+    require(find_spec("verl") is not None, "a rollout correction is verl's")
     losses, cures = part("adapters.verl_common.losses"), part("explain.cures")
     assert name in losses.CORRECTIONS and name in cures.OF_BATCH
     tensors = dict(make_batch(rollout_noise=0.0).batch[:2])
@@ -156,7 +159,7 @@ def passes(kind: str, dump_dir: str) -> dict[str, Any]:
             probers.append(self)
 
         settings = [*KINDS[kind][0], f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.gradloc.search.max_cures={allowed}"]
-        with mock.patch.object(Prober, "__init__", init):
+        with only_trying(""), mock.patch.object(Prober, "__init__", init):
             (event, *_) = make_trainer([*ON, *settings], f"{dump_dir}-{allowed}").update(edited(kind))["events"]
         search = event["search"]
         found[allowed] = {
@@ -169,6 +172,7 @@ def passes(kind: str, dump_dir: str) -> dict[str, Any]:
 
 def only_trying(name: str) -> Any:
     """While a search tries this setting alone, whatever its coefficients promise; empty: as always."""
+    require(issubclass(step_class(), part("core.step").LossReplay), "of its loss no other setting is known")
     forced = {"MILDEST_FIRST": (name,), "CERTAIN": math.inf}
     return mock.patch.multiple(part("search.cures"), **forced) if name else nullcontext()
 

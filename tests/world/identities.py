@@ -3,15 +3,14 @@
 
 import contextlib
 import copy
-import importlib
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
 import torch
 
 from tests.world import harness
-from tests.world.harness import has_engine, local_of, make_batch, make_trainer, part
+from tests.world.harness import local_of, make_batch, make_trainer, part, step_class
+from tests.world.settings import require
 from tests.world.spikes import ON, plant
 
 FORCE = ["actor_rollout_ref.actor.gradloc.trigger.force_step=1"]
@@ -25,7 +24,7 @@ def instead_of_localizing(measure):
 
     def look_into(hook, policy, spike, grad_norm, is_written):
         saved = hook._space.take()
-        clip = min(1.0, hook.trainer.clip_limit / (spike.grad_norm + 1e-6))
+        clip = 1.0 if hook.trainer.is_unclipped else min(1.0, hook.trainer.clip_limit / (spike.grad_norm + 1e-6))
         results.append(measure(hook, saved, clip, Prober(hook._step, hook._space, hook.ranks), spike))
         hook._space.put(saved)
         return grad_norm
@@ -64,6 +63,8 @@ def rows_alone(overrides: list[str], dump_dir: str, dropout: float = 0.0) -> dic
     """The backward of a token in the first rank's second row, where that may run alone and where it may not: how far
     apart they are, which rows ran, and how far the whole step, run again, then is from training's. Without dropout it
     is not asked whether they come out as in training: some processors' kernels go by the shape."""
+
+    require(issubclass(step_class(), part("core.step").ByRow), "its forward of a micro-batch comes whole")
 
     def measure(hook, saved, clip, prober, spike):
         step = hook._step
@@ -105,7 +106,9 @@ def forward_size(overrides: list[str], dump_dir: str) -> dict[str, float]:
         return {"bytes": step.forward_bytes(), "of_logits": 4 * harness.VOCABULARY * tokens}
 
     with instead_of_localizing(measure) as results:
-        make_trainer(ON + FORCE + overrides, dump_dir).update(batch)
+        trainer = make_trainer(ON + FORCE + overrides, dump_dir)
+        require(trainer.has_logits, "its forward never has all logits")
+        trainer.update(batch)
     return results[0]
 
 
@@ -152,23 +155,19 @@ def collectives_of_a_step(overrides: list[str], dump_dir: str) -> int:
     harness, which hears of the ranks' reports by a gather where verl's worker group goes through Ray.
     """
     trainer, asked = make_trainer(overrides, dump_dir), []
+    require(trainer.has_driver, "its processes are all alike, and send small messages")
     trainer.update(make_batch(seed=1))
-    owner = importlib.import_module("tests.adapters.verl09.harness") if has_engine() else harness
-    gather = owner.asked
+    gather = harness.everyones
 
-    def counted(*given: Any) -> Any:
-        asked.append(given)
-        return gather(*given)
+    def counted(value: Any) -> Any:
+        asked.append(value)
+        return gather(value)
 
-    with mock.patch.object(owner, "asked", counted):
+    with mock.patch.object(harness, "everyones", counted):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             trainer.update(make_batch(seed=2))
     found = sum(event.name.startswith(("c10d::", "_c10d_functional::")) for event in profile.events())
     return found - 2 * len(asked)  # lengths, then objects
-
-
-NAMES = {"old_log_probs": "old_per_token_logps"}
-"""TRL's names of verl's tensors."""
 
 
 def own_loss(overrides: list[str], dump_dir: str, edits: dict[str, list[tuple[int, int, float]]]) -> dict[str, float]:
@@ -184,6 +183,8 @@ def own_loss(overrides: list[str], dump_dir: str, edits: dict[str, list[tuple[in
         ``coefficients_under`` over the largest coefficient; ``changed``: likewise, how far the other run's coefficients
         are from the run's own; ``size``: the largest coefficient.
     """
+    require(issubclass(step_class(), part("core.step").LossReplay), "its loss cannot be asked")
+    names = getattr(harness.adapter(), "NAMES", {})
     off_policy = any(override.endswith("ppo_epochs=2") for override in overrides)
     batch, other = (make_batch(noise=0.6) for _ in range(2))
     for edited in (batch, other):
@@ -193,13 +194,10 @@ def own_loss(overrides: list[str], dump_dir: str, edits: dict[str, list[tuple[in
         for row, position, value in places:
             other.batch[name][row, position] = value
 
-    def named(name: str) -> str:
-        return name if find_spec("verl") else NAMES.get(name, name)
-
     def asked(hook, saved, clip, prober, spike):
         step, exact, precise = hook._step, [], []
         for index in range(step.num_micro_batches):
-            tensors = {named(name): other.batch[name][step.rows(index)] for name in edits}
+            tensors = {names.get(name, name): other.batch[name][step.rows(index)] for name in edits}
             exact += step.recorded_under(index, {}, tensors).coefficients(step.weight)
             precise += [each / hook.ranks.size for each in step.coefficients_under(index, {}, tensors)[:2]]
         return exact, precise

@@ -6,11 +6,10 @@ taken on leaves, then every token that is asked for gets a backward of its own t
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 
 class MicroBatch(NamedTuple):
@@ -90,30 +89,3 @@ class Oracle:
 def place_of(culprit: dict[str, Any]) -> Place:
     """Return the place of an event's culprit, by its first token."""
     return culprit["rank"], culprit["micro_batch"], culprit["micro_batch_row"], culprit["positions"][0]
-
-
-def actors_micro_batches(actor: Any, model: torch.nn.Module, batch: Any) -> Iterator[MicroBatch]:
-    """Those of verl 0.7's actor: its own loss, of this model."""
-    from tests.world.harness import part
-    from verl.workers.actor.dp_actor import DataParallelPPOActor
-
-    config, own = actor.config, part("adapters.verl07.step")
-    plain = DataParallelPPOActor.__new__(DataParallelPPOActor)
-    plain.__dict__.update(actor.__dict__)
-    plain.actor_module = model
-    plain.use_remove_padding = plain.use_ulysses_sp = plain.use_fused_kernels = False
-    shards = batch.chunk(dist.get_world_size() // actor.ulysses_sequence_parallel_size)
-    on_policy = len(shards[0]) == config.ppo_mini_batch_size and config.ppo_epochs == 1
-    for rank, local in enumerate(shards):
-        mini_batch = local.split(config.ppo_mini_batch_size)[0]
-        for index, micro_batch in enumerate(mini_batch.split(config.ppo_micro_batch_size_per_gpu)):
-            inputs = {**micro_batch.batch, **micro_batch.non_tensor_batch}
-            has_entropy = config.calculate_entropy or config.entropy_coeff != 0
-            entropy, log_prob = plain._forward_micro_batch(inputs, temperature=1.0, calculate_entropy=has_entropy)
-            entropy = entropy if has_entropy else None
-            inputs |= {"old_log_probs": log_prob.detach()} if on_policy else {}
-
-            def loss(log_prob: torch.Tensor, entropy: torch.Tensor | None, inputs: Any = inputs) -> torch.Tensor:
-                return own.own_loss(plain, inputs, log_prob, entropy, {})
-
-            yield MicroBatch(rank, index, inputs["response_mask"], log_prob, entropy, loss)

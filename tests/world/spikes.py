@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.world.harness import make_batch, make_trainer, model_of
 from tests.world.models import own_loss
 from tests.world.oracle import Oracle
+from tests.world.settings import require
 
 ON = ["actor_rollout_ref.actor.spike_detection=True"]
 
@@ -138,6 +139,7 @@ def announced(overrides: list[str], dump_dir: str) -> list[tuple[int, list[str]]
     batch, sent = make_batch(), []
     plant(batch, *PLANTED["spike"])
     trainer = make_trainer(overrides, dump_dir)
+    require(trainer.has_driver, "it has its trackers itself")
     trainer.trackers["file"] = SimpleNamespace(log=lambda data, step: sent.append((step, data["gradloc/culprits"])))
     trainer.update(batch)
     return [(step, [culprit["sequence"] for culprit in culprits]) for step, culprits in sent]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.toy_model.routers import AddLoss, Overflow
 from tests.world.harness import NUM_PROMPT, NUM_RESPONSE, lines_of, make_batch, make_trainer, part
+from tests.world.settings import require
 from tests.world.spikes import ON, plant
 
 NUM_HEALTHY = 5  # updates before the spike: a history of the batch's scale
@@ -23,7 +24,9 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
     """One update with a spike of this kind; its event is on disk."""
     has_experts = kind in ("experts", "experts and a token")
     trainer = make_trainer(ON + overrides + ["experts=qwen3_moe"] * has_experts, dump_dir)
+    require(trainer.trains_padding or kind != "padding", "nothing flows back through padding")
     if has_experts:
+        require(trainer.has_logits, "the routers' loss is added to logits, which it never has")
         add_router_loss(trainer.module, 1e4 if kind == "experts" else 1e-3)
     batch = make_batch()
     if kind in ("token", "experts and a token", *REPLICAS):
@@ -124,11 +127,11 @@ def corrupt_once(trainer: Any) -> None:
     owner, name = trainer.clips_in
     is_done: list[bool] = []
 
-    def corrupted() -> Any:
+    def corrupted(*given: Any) -> Any:
         if not is_done:
             is_done.append(True)
             grad = next(param.grad for param in trainer.module.parameters() if param.grad is not None)
             getattr(grad, "_local_tensor", grad).view(-1)[11] = 1e5
-        return getattr(type(owner), name)(owner)  # on verl 0.9 another class with the first update
+        return getattr(type(owner), name)(owner, *given)  # on verl 0.9 another class with the first update
 
     setattr(owner, name, corrupted)

@@ -4,7 +4,7 @@
 import pytest
 
 from gradloc.explain.cures import MILDEST_FIRST
-from tests.trainers import NONE, TRL, default_on, not_on
+from tests.trainers import NONE, default_on
 from tests.world.cures import CERTAINLY, KINDS
 
 ACTOR = "actor_rollout_ref.actor"
@@ -59,7 +59,6 @@ SLOW = ("pushed up", "three pushed down", "reference, mse", "reference, k3")
 
 
 @default_on(verl07=NONE, verl09=("pushed down",))
-@not_on(TRL, "TRL's KL has one estimator, k3", "reference, mse", "reference, kl")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
 def test_the_norm_under_another_setting_is_that_of_the_update_run_with_it(world, dump_dir, kind):
     cures = check(world, dump_dir, kind)
@@ -97,7 +96,6 @@ GROUPED = [
 ]
 
 
-@not_on(TRL, "test_trainer.py has what TRL's rows hold of them")
 @pytest.mark.parametrize(("algorithm", "is_reweighted", "factor", "wanted"), GROUPED)
 def test_the_driver_tells_of_advantages_what_is_so_and_of_settings_which_are_the_losss_alone(
     world, algorithm, is_reweighted, factor, wanted
@@ -109,7 +107,6 @@ def test_the_driver_tells_of_advantages_what_is_so_and_of_settings_which_are_the
 
 
 @default_on(verl07=NONE, verl09=("veto",))
-@not_on(TRL, "a rollout correction is verl's")
 @pytest.mark.parametrize("name", ["veto", "drop_sequences", "weigh_tokens"])
 def test_rows_that_only_fill_a_batch_up_are_corrected_by_nothing(world, name):
     wanted = {"rollout_is_weights": [1.0]} if name == "weigh_tokens" else {"response_mask": [0]}
@@ -124,8 +121,6 @@ def test_with_none_allowed_not_one_pass_more_is_made(world, dump_dir):
     assert [made - said for made, said in zip(two["made"], two["said"], strict=True)] == [2, 2], "one update"
 
 
-@not_on(TRL, "TRL's FSDP2 is in test_ranks.py", "FSDP1")
-@not_on(TRL, "TRL's KL has one estimator, k3", "reference, mse", "reference, kl")
 @pytest.mark.parametrize("layout", [BF16, FSDP1], ids=["bf16", "FSDP1"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow

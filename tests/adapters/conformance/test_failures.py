@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers import NONE, TRL, default_on, not_on
+from tests.trainers import NONE, default_on
 from tests.world import RankError
 from tests.world.events import read_events
 
@@ -44,7 +44,6 @@ def test_a_rank_that_fails_at_any_collective_boundary_is_heard_by_all_and_recove
     raise AssertionError("the search never ended")
 
 
-@not_on(TRL, "tests/watch/test_ranks.py has it, the norm is sent")
 @pytest.mark.parametrize("over", [0, 1])
 def test_the_norm_of_the_first_rank_decides_where_the_threshold_is_between_the_ranks(world, dump_dir, over):
     answers = world.run("failures.part_norms", timeout_s=240, over=over, overrides=ON, dump_dir=dump_dir)
@@ -53,7 +52,6 @@ def test_the_norm_of_the_first_rank_decides_where_the_threshold_is_between_the_r
 
 
 @default_on(verl09=NONE)
-@not_on(TRL, "the norm is sent by a collective")
 def test_where_the_first_rank_ends_before_it_sends_its_norm_the_others_end(doomed, dump_dir):
     first, second = doomed.outcomes("failures.lose_first", timeout_s=60, overrides=ON, dump_dir=dump_dir)
     assert (first[0], second[0]) == ("ended", "raised")
@@ -61,7 +59,6 @@ def test_where_the_first_rank_ends_before_it_sends_its_norm_the_others_end(doome
 
 
 @default_on(verl07=("backward",), verl09=("forward",))
-@not_on(TRL, "DDP's forward has no collective: peers hear of it and go on", "backward")
 @pytest.mark.parametrize("place", ["backward", "forward"])
 def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(doomed, dump_dir, place):
     with pytest.raises((RankError, EOFError, ConnectionError)) as caught:
@@ -71,7 +68,6 @@ def test_a_rank_that_fails_inside_a_forward_or_backward_ends_instead_of_hanging(
 
 
 @default_on(verl09=NONE)
-@not_on(TRL, "test_actions.py has TRL's")
 def test_skip_takes_no_step_at_all(world, dump_dir):
     skip = [f"{ACTOR}.gradloc.action.mode=skip"]
     answers = world.run("failures.stop_or_skip", mode="skip", overrides=ON + skip, dump_dir=dump_dir)
@@ -82,7 +78,6 @@ def test_skip_takes_no_step_at_all(world, dump_dir):
 
 
 @default_on(verl07=NONE)
-@not_on(TRL, "test_actions.py and test_ranks.py have TRL's")
 def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
     abort = [f"{ACTOR}.gradloc.action.mode=abort"]
     answers = world.run("failures.stop_or_skip", mode="abort", overrides=ON + abort, dump_dir=dump_dir)
@@ -93,7 +88,6 @@ def test_abort_stops_the_run_with_the_event_on_disk(world, dump_dir):
 
 
 @default_on(verl09=NONE)
-@not_on(TRL, "test_trainer.py has TRL's checkpoints")
 def test_resuming_from_a_checkpoint_goes_on_with_the_same_history(world, dump_dir):
     adaptive = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.gradloc.trigger.warmup=8"]
     answer, _ = world.run("failures.resume", overrides=adaptive, dump_dir=dump_dir)

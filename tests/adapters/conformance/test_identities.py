@@ -4,7 +4,7 @@
 import pytest
 
 from tests.adapters.conformance.layouts.checks import ACTOR, check_masked_step
-from tests.trainers import NONE, TRL, VERSION, default_on, not_on
+from tests.trainers import NONE, VERSION, default_on
 
 TERMS = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.05"]
 OFF_POLICY = [f"{ACTOR}.ppo_epochs=2"]  # the first epoch is looked at; it uses the stored log-probs
@@ -17,7 +17,6 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 
 @default_on(verl07=("kl_cov",), verl09=NONE)
-@not_on(TRL, "verl's losses; TRL's are in test_step.py")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_probes_of_a_random_cover_add_up_to_the_gradient_under_every_loss(world, dump_dir, mode):
     """On-policy and off, each loss with two of the means: each mean with four of the losses."""
@@ -50,7 +49,6 @@ def test_the_loss_asked_again_gives_what_the_backward_left_and_other_tensors_wha
         assert bool(edited) == (found["changed"] > 0.5), "the other batch is another one"
 
 
-@not_on(TRL, "verl's")
 def test_bypass_mode_is_refused_by_verl_0_7_0_itself_and_looked_into_on_the_next(world, dump_dir):
     """It needs policy_loss.rollout_correction, which 0.7.0's dataclass lacks."""
     arguments = dict(overrides=[f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], dump_dir=dump_dir)
@@ -73,9 +71,6 @@ LAYOUTS = {
 
 
 @default_on(verl07=("FSDP2, weights kept", "FSDP1, bf16"), verl09=("FSDP2, entropy and KL",))
-@not_on(TRL, "a setting of FSDP's", "FSDP2, weights kept", "FSDP1, weights kept")
-@not_on(TRL, "TRL's FSDP2 is in test_ranks.py", "FSDP1", "FSDP1, bf16")
-@not_on(TRL, "KL is verl's k2", "FSDP2, entropy and KL")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_the_shares_of_all_tokens_add_up_however_they_are_grouped(world, dump_dir, layout):
     found, other = world.run("identities.share_identities", overrides=layout, dump_dir=dump_dir)
@@ -95,7 +90,6 @@ ALIKE = ("FSDP2, weights kept", "FSDP1, weights kept", "FSDP2, entropy and KL", 
 
 
 @default_on(verl07=("FSDP2",), verl09=("FSDP1",))
-@not_on(TRL, "TRL's forward of a micro-batch comes whole")
 @pytest.mark.parametrize(
     "layout", [pytest.param(LAYOUTS[name], id=name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in LAYOUTS]
 )
@@ -108,7 +102,6 @@ def test_a_token_s_backward_runs_its_row_alone(world, dump_dir, layout):
 
 
 @default_on(verl07=("FSDP1",), verl09=NONE)
-@not_on(TRL, "TRL's forward of a micro-batch comes whole")
 @pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 def test_with_dropout_all_rows_run_since_random_numbers_would_be_others(world, dump_dir, strategy):
     found, _ = world.run("identities.rows_alone", overrides=strategy, dump_dir=dump_dir, dropout=0.3)
@@ -117,14 +110,12 @@ def test_with_dropout_all_rows_run_since_random_numbers_would_be_others(world, d
 
 
 @default_on(verl07=NONE, verl09=("dropout-FSDP1",))
-@not_on(TRL, "TRL's FSDP2 is in test_ranks.py", "FSDP1")
 @pytest.mark.parametrize("strategy", [[], FSDP1], ids=["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 def test_a_masked_step_is_training_without_the_culprits_bit_for_bit(world, dump_dir, strategy, dropout):
     check_masked_step(world, dump_dir, strategy, dropout)
 
 
-@not_on(TRL, "test_step.py has what TRL's forward holds")
 @pytest.mark.parametrize(("terms", "tensors"), [([], 1), (TERMS[-1:], 3)], ids=["log-probs", "entropies"])
 def test_a_forward_holds_its_logits_in_float32_and_for_entropies_two_tensors_more(world, dump_dir, terms, tensors):
     for found in world.run("identities.forward_size", overrides=terms, dump_dir=dump_dir):
@@ -132,7 +123,6 @@ def test_a_forward_holds_its_logits_in_float32_and_for_entropies_two_tensors_mor
 
 
 @default_on(verl09=NONE)
-@not_on(TRL, "every process is a trainer: two small messages a step")
 def test_nothing_is_communicated_while_nothing_spikes(world, unpatched_world, dump_dir):
     on = [f"{ACTOR}.spike_detection=True", f"{ACTOR}.grad_norm_threshold=1e6"]
     counts = {

@@ -3,12 +3,11 @@
 
 import pytest
 
-from tests.trainers import TRL, default_on, not_on
+from tests.trainers import default_on
 
 ACTOR = "actor_rollout_ref.actor"
 
 
-@not_on(TRL, "its model is under DDP there", "fsdp1")
 @default_on(verl07=("default", "fsdp1"), verl09=("default",))
 @pytest.mark.parametrize("layout", [[], [f"{ACTOR}.strategy=fsdp"]], ids=["default", "fsdp1"])
 def test_a_run_whose_update_was_undone_goes_on_bit_for_bit(world, dump_dir, layout):

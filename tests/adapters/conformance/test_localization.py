@@ -4,7 +4,7 @@
 import pytest
 
 from tests.adapters.conformance.layouts.checks import check_oracle
-from tests.trainers import NONE, TRL, default_on, not_on
+from tests.trainers import NONE, default_on
 from tests.world.events import read_events
 from tests.world.spikes import KL, PLANTED
 
@@ -43,7 +43,6 @@ def test_planted_culprits_and_nothing_else_are_named(world, dump_dir, plants):
     assert other["event"] is not None, "every rank builds the same event"
 
 
-@not_on(TRL, "TRL's KL estimate, k3, has a small gradient where the reference excludes a token")
 def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_named(world, dump_dir):
     overrides = ["actor_rollout_ref.actor.grad_norm_threshold=200", *KL]
     given = {"plants": [], "excluded": (9, 4), "overrides": overrides, "dump_dir": dump_dir}
@@ -54,7 +53,6 @@ def test_a_spike_that_nobody_edited_into_the_advantages_is_found_and_its_term_na
 
 
 @default_on(verl07=("off policy",), verl09=("on policy",))
-@not_on(TRL, "verl's registry; a subclass of TRL's is in test_step.py")
 @pytest.mark.parametrize("epochs", [1, 2], ids=["on policy", "off policy"])
 def test_a_loss_that_a_user_registered_is_looked_into_as_it_is(world, dump_dir, epochs):
     overrides = ["actor_rollout_ref.actor.grad_norm_threshold=640", f"actor_rollout_ref.actor.ppo_epochs={epochs}"]
@@ -67,7 +65,6 @@ def test_a_loss_that_a_user_registered_is_looked_into_as_it_is(world, dump_dir, 
         check_oracle(read_events(dump_dir)[0], found, closure=None)
 
 
-@not_on(TRL, "test_tensorboard_gets_the_metrics_and_the_verdict is its own")
 def test_a_spike_is_in_the_runs_trackers_by_the_prompt_and_the_rollout_of_its_culprit(world, dump_dir):
     row, number = PLANTED["spike"][0], 1  # the second of a pair
     sent = world.run("spikes.announced", overrides=ON + TAU, dump_dir=dump_dir)

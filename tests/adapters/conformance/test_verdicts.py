@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.trainers import NONE, TRL, VERL09, default_on, not_on
+from tests.trainers import NONE, default_on
 from tests.world.events import read_events
 from tests.world.verdicts import BROKEN_FROM, BROKEN_ROW, REPLICAS, SPOILED
 
@@ -85,16 +85,12 @@ RERUN = ("token", "transient")
     verl07=("padding", "backward", "experts and a token", "replicas"),
     verl09=("weight", "forward", "scale", "experts", "not sampled", "replicas alike"),
 )
-@not_on(VERL09, "verl 0.9's batches have no padding", "padding")
-@not_on(TRL, "TRL gives padding no log-prob, and nothing flows back through it", "padding")
-@not_on(TRL, "these add to logits, which TRL never has: routers are in test_step.py", "experts", "experts and a token")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in RERUN)) for kind in CAUSES])
 def test_a_spike_has_the_cause_of_its_kind(world, dump_dir, kind):
     check(world, dump_dir, kind)
 
 
 @default_on(verl07=NONE, verl09=("bf16-transient",))
-@not_on(TRL, "a strategy of verl's")
 @pytest.mark.parametrize("kind", ["token", "forward", "backward", "experts", "transient"])
 @pytest.mark.parametrize("layout", [FSDP1, BF16, FSDP1 + BF16], ids=["fsdp1", "bf16", "fsdp1-bf16"])
 def test_so_it_has_under_fsdp1_and_in_half_precision(world, dump_dir, kind, layout):
@@ -102,7 +98,6 @@ def test_so_it_has_under_fsdp1_and_in_half_precision(world, dump_dir, kind, layo
     check(world, dump_dir, kind, *layout)
 
 
-@not_on(TRL, "a strategy of verl's")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REPLICAS)
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
@@ -121,7 +116,6 @@ def test_replicas_that_have_parted_are_told_once_before_any_spike(world, dump_di
     assert found[1]["told"] == [] and found[0]["events"] == [0, 0, 1]
 
 
-@not_on(TRL, "a strategy of verl's")
 def test_fsdp1_that_sums_no_gradients_is_told_and_left_alone(world, dump_dir):
     """Only one rank's norm is over the threshold: a search would wait for the other for ever."""
     settings = [f"{ACTOR}.grad_norm_threshold=640", f"{ACTOR}.fsdp_config.fsdp_size=1", f"{ACTOR}.strategy=fsdp"]

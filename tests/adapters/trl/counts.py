@@ -7,8 +7,7 @@ from unittest import mock
 
 from gradloc.core.ranks import Ranks
 from lab.benchmarks.counter import DeviceCounter
-from tests.adapters.trl.conformance import make_trainer
-from tests.world.harness import make_batch
+from tests.world.harness import make_batch, make_trainer
 
 
 def counted(overrides: list[str], dump_dir: str) -> dict[str, Any]:

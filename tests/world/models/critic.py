@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny critic under verl's own code, on either verl, and a return that no value explains; runs inside a rank."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,9 +9,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import NUM_PROMPT, has_engine, make_batch, model_config
+from tests.world import trainer_folder
+from tests.world.harness import NUM_PROMPT, make_batch, model_config
+from tests.world.settings import require
 
 ACTOR = "actor_rollout_ref.actor"
+RUN_BY = {"verl07": "critic_worker", "verl09": "critic_engine"}
 SIZE = 8
 PLACE = (6, 2)
 """Row and response position of what is planted."""
@@ -64,10 +68,9 @@ def train(
         make_critic().save_pretrained(folder)
     dist.barrier()
     torch.manual_seed(1000)
-    if has_engine():
-        from tests.world.models.critic_engine import losses, update
-    else:
-        from tests.world.models.critic_worker import losses, update
+    require(trainer_folder() in RUN_BY, "it has no critic")
+    run_by = importlib.import_module(f"tests.world.models.{RUN_BY[trainer_folder()]}")
+    losses = run_by.losses
     settings = [*SETTINGS, f"{ACTOR}.gradloc.dump_dir={dump_dir}", *overrides]
     original = losses.compute_value_loss
 
@@ -75,7 +78,7 @@ def train(
         return original(vpreds=torch.where(returns == target, vpreds.detach(), vpreds), returns=returns, **given)
 
     with mock.patch.object(losses, "compute_value_loss", of_the_others if lets_out else original):
-        found = update(settings, folder, batch)
+        found = run_by.update(settings, folder, batch)
     return {**found, "rng": torch.get_rng_state().numpy().tobytes(), **oracle(batch)}
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.adapters.verl07.harness import make_config, shard
 from tests.world.configs import StandIn
-from tests.world.harness import Decoder, answer_of, asked, hash_weights, make_config, shard
+from tests.world.harness import Decoder, answer_of, asked, hash_weights
 from tests.world.models.critic import make_critic
 from verl.trainer.ppo import core_algos as losses
 from verl.workers.critic import DataParallelPPOCritic

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy loss that a user has registered with verl: no line of ours knows its name."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from tests.world.settings import require
 
 NAME = "softly_weighted"
 
 
 def register() -> list[str]:
     """Register it; returns the override that trains with it."""
+    require(find_spec("verl") is not None, "the registry is verl's")
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 
     @register_policy_loss(NAME)

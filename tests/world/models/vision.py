@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny vision-language model, batches with pictures in their prompts, and scenarios with both; runs inside a rank."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.world.harness import VOCABULARY, has_engine, make_batch, make_trainer, model_config
+from tests.world import trainer_folder
+from tests.world.harness import VOCABULARY, make_batch, make_trainer, model_config
 from tests.world.oracle import Oracle
+from tests.world.settings import require
 from tests.world.spikes import plant
 
 PATCH, FRAMES, MERGE = 4, 2, 2
@@ -97,7 +100,8 @@ def train(overrides: list[str], dump_dir: str, advantage: float, has_oracle: boo
 
     On verl 0.7 the first micro-batch of rank 0 has no picture; verl 0.9.1 itself fails there with transformers 5.
     """
-    batch = make_vision_batch(texts=() if has_engine() else (0, 1))
+    require(find_spec("verl") is not None, "verl's own forward takes the pictures")
+    batch = make_vision_batch(texts=(0, 1) if trainer_folder() == "verl07" else ())
     plant(batch, *PLACE, advantage)
     plain = make_vision_model()
     trainer = make_trainer(SIZE + overrides, dump_dir, model=make_vision_model())
@@ -109,6 +113,17 @@ def train(overrides: list[str], dump_dir: str, advantage: float, has_oracle: boo
     named = [culprit for event in events for culprit in event["culprits"]]
     account = oracle.account(named)
     return {**found, **{name: account[name] for name in ("norm", "norm_without", "shares")}}
+
+
+def pictures_of(batch: Any, rows: slice) -> dict[str, Any]:
+    """Return what a plain model is given of these rows' pictures, as verl's own forward makes it of them."""
+    from verl.utils.model import extract_multi_modal_inputs
+
+    inputs = extract_multi_modal_inputs(batch.non_tensor_batch["multi_modal_inputs"][rows])
+    if inputs:  # the picture is one token: all its positions are those of text
+        ids = batch.batch["input_ids"][rows]
+        inputs["position_ids"] = torch.arange(ids.shape[1]).expand(4, *ids.shape)
+    return inputs
 
 
 def save_model(folder: str) -> None:

@@ -7,7 +7,8 @@ from unittest import mock
 
 import torch
 
-from tests.adapters.verl09 import conformance, harness
+from tests.adapters.verl09 import harness
+from tests.world.harness import step_class
 
 
 def save_deeper(folder: str) -> None:
@@ -32,7 +33,7 @@ def run(scenario: str, fails_at: str | None = None, **given: Any) -> dict[str, A
     function = getattr(importlib.import_module(module), name)
     original = Handler.offload
     offload = mock.Mock(side_effect=lambda tensor: original(tensor, pin_memory=False))
-    step, failed = conformance.step_class(), []
+    step, failed = step_class(), []
     forward = step._forward  # of all rows, or of some alone
 
     def failing(self: Any, *which: Any, **given: Any) -> Any:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suite's harness on verl 0.9's Megatron engine."""
 
-import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,6 +15,7 @@ from tests.world import harness as world_harness
 from tests.world import spikes
 from tests.world.spikes import plant
 
+STEP = "adapters.verl09.megatron.step.MegatronStep"
 _layout: dict[str, Any] = {}
 """``overrides`` and ``dtype`` of the scenario that runs; ``model`` is passed on to the scenario."""
 
@@ -36,10 +35,7 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
     _layout.clear()
     _layout.update(dealt_out)
     given["overrides"] = [*given["overrides"], *dealt_out["model"]]  # the oracle's, too
-    with (
-        mock.patch.object(world_harness, "other_trainer", lambda: here),
-        mock.patch.object(module, "other_trainer", lambda: here, create=True),
-    ):
+    with mock.patch.object(world_harness, "adapter", lambda: here):
         return getattr(module, name)(**given)
 
 
@@ -74,7 +70,7 @@ def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: 
 
     A pass takes one for each micro-batch and each further stage; with its backward, three.
     """
-    of_step, taken = step_class()._run, []
+    of_step, taken = world_harness.step_class()._run, []
 
     def run(self: Any, selections: Any, forward_only: bool, data: Any = None) -> None:
         taken.append((1 if forward_only else 3) * (len(selections) + self.num_stages - 1))
@@ -83,16 +79,9 @@ def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: 
     batch = world_harness.make_batch()
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
-    with mock.patch.object(step_class(), "_run", run):
+    with mock.patch.object(world_harness.step_class(), "_run", run):
         make_trainer(spikes.ON + overrides, dump_dir).update(batch)
     return sum(taken)
-
-
-def step_class() -> type:
-    """The adapter's step, which the search replays."""
-    from gradloc.adapters.verl09.megatron.step import MegatronStep
-
-    return MegatronStep
 
 
 def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) -> Any:
@@ -102,19 +91,3 @@ def make_trainer(overrides: list[str], dump_dir: str, *args: Any, **given: Any) 
         harness.save_model(f"{dump_dir}-model")
     with harness.parallel(_layout.get("dtype", "float32")):
         return conformance.make_trainer([*overrides, *layout_overrides], dump_dir, *args, kind=Trainer, **given)
-
-
-@contextlib.contextmanager
-def letting_out(plants: list[tuple[int, int, float]], batch: Any) -> Iterator[None]:
-    """Make plain training detach the planted tokens in its own forward."""
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
-
-    original = MegatronEngineWithLMHead.postprocess_micro_batch_func
-    targets = conformance.targets_of(plants, batch)
-
-    def postprocess(self: Any, output: Any, data: Any, forward_only: bool, *args: Any, **named: Any) -> Any:
-        output = output if forward_only else conformance.without(targets, data, output)
-        return original(self, output, data, forward_only, *args, **named)
-
-    with mock.patch.object(MegatronEngineWithLMHead, "postprocess_micro_batch_func", postprocess):
-        yield
