@@ -155,7 +155,7 @@ _AXES = (("x", "steps", "iters"), ("y", "values"))
 
 def _entries_of(document: dict) -> list[dict]:
     """Return the rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms or losses; of
-    ``{"1": {...}}`` by step; and of pandas' ``to_json``, in any of its forms.
+    ``{"1": {...}}`` by step; of ``{"loss": {"1": 0.5}}``; and of pandas' ``to_json``, in any of its forms.
     """
     rows = document.get("data", document.get("rows"))
     if isinstance(rows, list) and isinstance(document.get("columns"), list):
@@ -166,6 +166,13 @@ def _entries_of(document: dict) -> list[dict]:
         if all(str(key).isdecimal() and len(str(key)) < 16 for key in document):
             return [{"step": int(key), **values} for key, values in document.items()]
         is_flat = not any(isinstance(each, dict | list) for value in inner for each in value.values())
+        is_by_step = all(str(key).isdecimal() and len(str(key)) < 16 for value in inner for key in value)
+        if is_flat and is_by_step and step_name(document) is None:
+            by_step: dict[int, dict] = {}
+            for name, values in document.items():
+                for key, value in values.items():
+                    by_step.setdefault(int(key), {"step": int(key)})[name] = value
+            return [by_step[step] for step in sorted(by_step)]
         if is_flat and all(value.keys() == inner[0].keys() for value in inner):
             document = {name: list(values.values()) for name, values in document.items()}
     lists = {str(name): values for name, values in document.items() if isinstance(values, list)}

@@ -4,6 +4,7 @@ them (as rich, tabulate, Stable-Baselines and Markdown print them), parquet and 
 
 import csv
 import importlib
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -247,12 +248,15 @@ class _Table:
             alone = "grad_norm"
         is_named = bool(tags) or alone != "grad_norm" or is_norm(stem)
         runs: dict[str, list[tuple[int, str, float]]] = {}
+        known = set()
         for cells in self.rows:
             step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)
+            name = "/".join(filter(None, (_CONTEXT.sub(r"\1", self._text(cells, at)) for at in tags))) or alone
+            if value is None and name in known and not self._text(cells, value_at):
+                value = math.nan  # as pandas writes it: a row of a value has one
             if step is not None and value is not None:
-                texts = [_CONTEXT.sub(r"\1", self._text(cells, at)) for at in tags]
-                name = "/".join(filter(None, texts))
-                runs.setdefault(self._text(cells, run_at), []).append((step, name or alone, value))
+                known.add(name)
+                runs.setdefault(self._text(cells, run_at), []).append((step, name, value))
         for found in () if is_named else runs.values():
             if 2 * len({step for step, *_ in found}) <= len(found):
                 raise ReportError(
@@ -274,9 +278,10 @@ class _Table:
         is_wandb = any(runs) or any(column.endswith(("__MIN", "__MAX")) for column in self.names)
         form = "W&B's CSV" if is_wandb else self.form or "CSV"
         made = {run: Recording(source.name, form, run if len(runs) > 1 else "", notes=source.notes) for run in runs}
-        num_bad = num_rows = 0
+        num_bad = num_rows = num_empty = 0
         for cells in self.rows:
             num_rows += 1
+            num_empty += 1
             is_short = 2 * len(cells) < len(self.names) > SAMPLE  # cut off, or made to cost much
             step = None if is_short else as_step(self._number(cells, self.step_at))
             if step is None and self.step_at is not None:
@@ -288,6 +293,7 @@ class _Table:
                 known = {name: self._number(cells, at) for at, name in (shared | places).items()}
                 values = {name: value for name, value in known.items() if value is not None}
                 if values and any(self._text(cells, at) for at in places):
+                    num_empty = 0
                     made[run].rows.append((len(made[run].rows) + 1 if step is None else step, values))
         for recording in made.values():
             recording.receipt = f"{num_rows - num_bad:,} of {num_rows:,} rows read"
@@ -296,6 +302,8 @@ class _Table:
             raise ReportError(
                 f"{source.name}: {num_bad:,} of its {num_rows:,} rows do not say their step; it was not read."
             )
+        if 1 < num_empty < num_rows:
+            source.notes.append(f"The last {num_empty:,} rows of {source.name} are empty, as pandas writes NaN.")
         if num_bad:
             source.notes.append(f"{plural(num_bad, 'row')} of {source.name} without a step, left out.")
         return list(made.values())

@@ -207,7 +207,8 @@ def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
     made.kind, made.headline = first.kind, first.sentence
     made.sentences += [finding.sentence for finding in others]
     if not first.advice and first.before is not None:
-        sentence, made.command = _resume(made.run, first.before, "")
+        before = min(finding.before for finding in found if finding.before is not None)
+        sentence, made.command = _resume(made.run, before, "")
         made.sentences.append(sentence)
     else:
         made.sentences.append(first.advice or "A log cannot show why; turn GradLoc on for the next run.")
@@ -249,9 +250,10 @@ def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
             f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "
             "times the run's median, in a part of the log that is too short to judge."
         )
+    times = number(largest.norm / normal, 2)
     return (
         f"No spike in {plural(len(steps), 'step')}: the largest gradient norm, {number(largest.norm, 3)} at step "
-        f"{largest.step}, is {number(largest.norm / normal, 2)} times the run's median of {number(normal, 3)}."
+        f"{largest.step}, is {'about' if times == '1' else f'{times} times'} the run's median of {number(normal, 3)}."
     )
 
 

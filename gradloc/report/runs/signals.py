@@ -361,7 +361,8 @@ def _collapse(metrics: Metrics) -> Sign | None:
     rest = [f"{other[2]} from step {other[0]}" for other in sorted(found)[1:]]
     also = f"; {' and '.join(rest)}, too" if rest else ""
     verb = "fell" if now < was else "rose"
-    sentence = f"{own} {verb} from {number(was, 2)} to {number(now, 2)} {between}, and stayed there{also}."
+    medians = f"{number(was, 2)} before, {number(now, 2)} after (medians)"
+    sentence = f"{own} {verb} {between} for good: {medians}{also}."
     return Sign("fell", sentence, "", step, before_it + 1)
 
 
