@@ -90,9 +90,10 @@ class Diagnosis:
     def ground(self) -> str:
         """A sentence on the rows and metrics that the run was judged from."""
         metrics = self.run.metrics
-        names = [metrics.norm or "", *(metrics.first(effect.names) for effect in EFFECTS)]
-        own = dict.fromkeys(metrics.own(name) for name in names if name)
-        count = len(metrics.logged(metrics.norm)) if metrics.norm else len(metrics.steps)
+        names = [*filter(None, [metrics.norm, *(metrics.first(effect.names) for effect in EFFECTS)])]
+        own = dict.fromkeys(map(metrics.own, names))
+        logged = [len(metrics.logged(name)) for name in ([metrics.norm] if metrics.norm else names)]
+        count = max(logged, default=len(metrics.steps))
         num_skips = sum(not skip.is_nan_loss for skip in self.run.skips)
         skips = [f"{plural(num_skips, 'line')} of skipped steps"] if num_skips else []
         if skips and not own:
@@ -216,8 +217,10 @@ def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
 
 def _unseen(run: LoggedRun) -> list[str]:
     """Note how many steps between the logged ones are not seen."""
-    steps = run.metrics.steps[-1000:]
-    apart, gaps = interval(run.metrics), Counter(after - before for before, after in pairwise(steps))
+    judged = run.metrics.logged(run.metrics.norm or "") or loss_of(run.metrics)[1]
+    steps = [step for step, _ in judged[-1000:]] or run.metrics.steps[-1000:]
+    gaps = Counter(after - before for before, after in pairwise(steps))
+    apart = gaps.most_common(1)[0][0] if gaps else 1
     if run.counts_samples:
         return [f"The steps are counts of samples, {apart:,} from row to row."]
     if apart < 2 or len(gaps) > 1 and 2 * len(gaps) >= len(steps) - 1 < 3:
