@@ -22,6 +22,7 @@ from ...explain.numbers import number
 from ...explain.text import capitalized, plural
 from ...health import HealthConfig
 from ..logs.formats import LOGLIKE
+from ..logs.names import is_norm
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
@@ -146,6 +147,15 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     if signs:
         made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
         _lead_with(made, signs)
+        return made
+    name, losses = loss_of(run.metrics)
+    if made.is_judged and len(losses) > HealthConfig().warmup and not any(map(is_norm, run.metrics.own_names)):
+        (first, begin), (last, end) = losses[0], losses[-1]
+        made.headline = (
+            f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}, and none of its "
+            f"{plural(len(losses), 'value')} stands out."
+        )
+        made.limits.insert(0, missing)
     return made
 
 
