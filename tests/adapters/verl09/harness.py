@@ -138,17 +138,28 @@ class Trainer:
     def ask(self, ask: Any) -> Any:
         """Run a function on every worker; return the answer of verl's worker group."""
         answer = asked(self.worker, ask)
-        self.reports = sorted(answer.meta_info.values(), key=lambda report: report.process) or self.reports
+        if ask.__name__.startswith("report"):
+            self.reports = sorted(answer.meta_info.values(), key=lambda report: report.process)
         return answer
 
-    def update_actor(self, meta: Any) -> Any:
-        """Deal the rows out, update, and return the first rank's metrics, as verl's worker group does."""
+    def _dealt_out(self, meta: Any) -> Any:
+        """This rank's rows, with all that is sent along."""
         from verl.utils import tensordict_utils as tu
 
         local = meta.chunk(self.dp_size)[self.engine.get_data_parallel_rank()]
         data = self.store.get(local.keys, local.partition_id, local.fields)
         tu.assign_non_tensor(data, **copy.deepcopy(meta.extra_info))
-        output = self.worker.update_actor(data)
+        return data
+
+    def compute_log_prob(self, meta: Any) -> None:
+        """Deal the rows out, and run a forward."""
+        self.worker.compute_log_prob(self._dealt_out(meta))
+
+    def update_actor(self, meta: Any) -> Any:
+        """Deal the rows out, update, and return the first rank's metrics, as verl's worker group does."""
+        from verl.utils import tensordict_utils as tu
+
+        output = self.worker.update_actor(self._dealt_out(meta))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if output is None else tu.get(output, "metrics"))
         (first, *_) = [metrics for metrics in everyone if metrics is not None]  # a pipeline's last stage has them
@@ -265,6 +276,7 @@ def make_trainer(overrides: list[str], model_dir: str, stock: bool = False, kind
     made = kind(worker, trainer, dp_size=worker.actor.engine.get_data_parallel_size())
     trainer.actor_rollout_wg = SimpleNamespace(
         update_actor=made.update_actor,
+        compute_log_prob=made.compute_log_prob,
         execute_with_func_generator=made.ask,
         _dispatch_info={"actor": list(range(made.dp_size))},
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An analysis with a batch of its own, on verl 0.9's trainer without Ray; runs inside a rank."""
+"""Analyses of the training batch, and of one of their own, on verl 0.9's trainer without Ray; runs inside a rank."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,6 +15,19 @@ from tests.world.harness import make_batch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from .harness import make_trainer
+
+
+def analyse(overrides: list[str], model_dir: str) -> dict[str, Any]:
+    """A step's analysis of the training batch, whose last two rows fill it up; its record."""
+    made = make_trainer(overrides, model_dir)
+    made.trainer.global_steps = 1
+    with made.store:
+        meta = made.store.add(make_batch())
+        for tag in meta.tags[-2:]:
+            tag["is_padding"] = True
+        made.trainer._update_actor(meta, {})
+    root = Path(made.trainer.gradloc.analysis.buckets.training.root)
+    return json.loads((root / "gradient_analysis" / "step_1.json").read_text())
 
 
 def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, Any]:

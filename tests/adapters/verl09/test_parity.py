@@ -43,6 +43,14 @@ def test_advantages_are_reweighted_where_the_estimator_has_put_them(call):
     assert found["largest_error"] < 1e-6 and 0 < found["kept_share"] < 1
 
 
+def test_an_analysis_of_the_training_batch_is_of_its_rows_and_not_of_those_that_fill_it_up(world, model_dir, tmp_path):
+    settings = [*ON, f"{ACTOR}.gradloc.dump_dir={tmp_path}", "trainer.gradient_analysis_mode=true"]
+    for record in world.run("tests.adapters.verl09.separate.analyse", overrides=settings, model_dir=str(model_dir)):
+        *buckets, whole = record["buckets"]
+        assert whole["num_rows"] == sum(bucket["num_rows"] for bucket in buckets) == 14
+        assert sum(bucket["weight"]["task"] for bucket in buckets) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothing_behind(world, model_dir, failing):
     own = ["trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=3"]

@@ -40,9 +40,9 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
 
 
 def fail_in_layer(way: str, process: int | None, overrides: list[str], dump_dir: str) -> list[int]:
-    """A spike in whose search a layer's ``forward`` or ``backward`` fails, the second time that a process, or each, is
-    there; the searches that have failed."""
-    trainer, uses = make_trainer(overrides, dump_dir), 0
+    """A spike in whose search a layer's ``forward`` or ``backward`` fails, or the ``loss`` of a pass, the second time
+    that a process, or each, is there; the searches that have failed."""
+    trainer, uses, loss = make_trainer(overrides, dump_dir), 0, step_class()._pulled
 
     def come(*_: Any) -> None:
         nonlocal uses
@@ -54,14 +54,20 @@ def fail_in_layer(way: str, process: int | None, overrides: list[str], dump_dir:
         step = getattr(trainer.engine, "_step", None)
         if step is not None and step.is_replaying and way == "forward":
             come()
-        elif step is not None and step.is_replaying and output[0].requires_grad:
+        elif step is not None and step.is_replaying and way == "backward" and output[0].requires_grad:
             output[0].register_hook(come)
+
+    def pulled(*args: Any, **given: Any) -> Any:
+        if way == "loss":
+            come()
+        return loss(*args, **given)
 
     layers = [layer for layer in trainer.module.modules() if type(layer).__name__ == "TransformerLayer"]
     layers[0].register_forward_hook(in_layer)
     batch = world_harness.make_batch(seed=1)
     plant(batch, 6, 2, 1e4)
-    with mock.patch.object(world_harness.part("core.ranks"), "_PATIENCE_S", 2.0):
+    is_short = mock.patch.object(world_harness.part("core.ranks"), "_PATIENCE_S", 2.0)
+    with is_short, mock.patch.object(step_class(), "_pulled", pulled):
         return trainer.update(batch)["metrics"]["gradloc/failures"]
 
 

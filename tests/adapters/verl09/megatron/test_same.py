@@ -149,10 +149,19 @@ def test_a_failure_inside_of_a_layer_ends_every_process(world, dump_dir, place, 
     assert {fate for fate, _ in world.outcomes("conformance.fail_in_layer", timeout_s=240, **given)} == {"ended"}
 
 
-@in_layouts("TP 2", default=("TP 2",))
-def test_training_goes_on_after_a_failure_inside_of_a_layer_of_every_process(world, dump_dir):
-    given = {"way": "forward", "process": None, "overrides": ON, "dump_dir": dump_dir}
-    assert world.run("conformance.fail_in_layer", **given) == [[1], [1]]
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [
+        ("TP 2", "forward"),
+        ("PP 2", "loss"),
+        pytest.param("TP 2 x PP 2", "loss", marks=pytest.mark.slow),  # whose stages issue different collectives
+    ],
+    indirect=["layout"],
+)
+def test_training_goes_on_after_a_failure_in_every_layer_or_in_the_loss_of_a_pass(world, dump_dir, place):
+    given = {"way": place, "process": None, "overrides": ON, "dump_dir": dump_dir}
+    failures = world.run("conformance.fail_in_layer", **given)
+    assert failures == [[1]] * len(failures)
 
 
 @pytest.mark.parametrize("method", ["run_pass", pytest.param("forward", marks=pytest.mark.slow)])
