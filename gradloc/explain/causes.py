@@ -189,7 +189,7 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     if signal.output == "value":  # a critic's
         excess["jacobian"] = _over(jacobian, batch.jacobian)
         numbers |= _over_typical(excess)
-        return Cause(_label(culprit, batch, excess, numbers), numbers)
+        return Cause(_label_by_factor(culprit, batch, excess, numbers), numbers)
     kl, weight = culprit.at("kl_coefficient") or 0.0, abs(culprit.at("loss_weight") or 0.0)
     entropy = culprit.at("entropy_coefficient")
     excess |= {
@@ -207,14 +207,16 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
         return Cause("entropy_term", numbers)
     if abs(kl) <= abs((coefficient or 0.0) - kl):
         del excess["kl"]  # the smaller part of the coefficient is not the cause
-    label = _label(culprit, batch, excess, numbers)
+    label = _label_by_factor(culprit, batch, excess, numbers)
     if label in ("low_probability", "unknown") and _is_spurious(culprit, batch):
         label = "spurious_token"
         numbers |= {"probability": math.exp(culprit.at("log_prob") or 0.0), "entropy": culprit.at("entropy")}
     return Cause(label, numbers)
 
 
-def _label(culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], numbers: dict[str, float | None]) -> str:
+def _label_by_factor(
+    culprit: Culprit, batch: BatchStatistics, excess: dict[str, float], numbers: dict[str, float | None]
+) -> str:
     """Return the cause of the factor furthest above typical; add to ``numbers`` what decided it."""
     name = max(excess, key=lambda name: excess[name])
     if name == "jacobian" and (batch.layer_spread or 0.0) > _SPREAD:

@@ -89,10 +89,10 @@ def cause_in(culprit: Culprit, cause: Cause, document: Document) -> Cause:
         return Cause("non_finite_input", numbers)
     if cause.label.startswith("non_finite") or cause.label == "layer_heterogeneity":
         return Cause(cause.label, numbers)
-    return Cause(_label(culprit, cause, document), numbers)
+    return Cause(_label_by_document(culprit, cause, document), numbers)
 
 
-def _label(culprit: Culprit, cause: Cause, document: Document) -> str:
+def _label_by_document(culprit: Culprit, cause: Cause, document: Document) -> str:
     own, usual, shifted = document.log_prob, document.log_prob_of_batch, document.log_prob_shifted
     if document.padding >= _LEAST_PADDING:
         return "padding_trained"

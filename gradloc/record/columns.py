@@ -96,8 +96,10 @@ COLUMNS = {
     ),
     "entropy": Column("entropy", "Entropy of its distribution.", "nat", is_essential=True, shade=_SPREAD),
     "log_prob": Column("log-prob", "Log of its probability in the training forward.", "nat", is_essential=True),
-    "old_log_prob_used": Column("old log-prob, used", "As the loss used it: on policy the current one.", "nat"),
-    "old_log_prob": Column("old log-prob, stored", "As stored.", "nat", "old_log_probs", _LOGS),
+    "old_log_prob_used": Column(
+        "old log-prob, used", "That the loss compared with; on policy it takes the current one instead.", "nat"
+    ),
+    "old_log_prob": Column("old log-prob, stored", "From before the update.", "nat", "old_log_probs", _LOGS),
     "rollout_log_prob": Column("rollout log-prob", "The rollout engine's.", "nat", "rollout_log_probs", _LOGS),
     "ref_log_prob": Column("reference log-prob", "The reference model's.", "nat", "ref_log_prob", (ACTOR,)),
     "teacher_log_prob": Column(
