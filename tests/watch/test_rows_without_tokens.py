@@ -107,3 +107,28 @@ def test_health_sees_norms_that_are_nan(tmp_path, capsys):
     main(["health", str(tmp_path)])
     said = capsys.readouterr().out
     assert "danger, first at step 6" in said and "actor/grad_norm is not finite (steps in a row: 3" in said
+
+
+def test_mask_takes_the_step_without_a_row_of_nan_bit_for_bit(tmp_path):
+    def trained(row: float, weights: torch.Tensor, folder: str = "") -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        watch = gradloc.Watch(model, optimizer, folder, "mask") if folder else None
+        for step in range(3):
+            x = torch.randn(40, 20)
+            x[BAD] = row if step == 1 else x[BAD]
+            optimizer.zero_grad()
+            losses = mse_loss(model(x), torch.ones(40, 1), reduction="none").squeeze(1)
+            (losses * (weights if step == 1 else 1.0)).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if watch is not None:
+            watch.close()
+        return model
+
+    masked = trained(math.nan, torch.ones(40), str(tmp_path))
+    without = trained(0.0, (torch.arange(40) != BAD).float())
+    assert all(map(torch.equal, masked.parameters(), without.parameters()))
+    (event,) = events_in(tmp_path)
+    assert event["action"]["taken"] == "mask"
