@@ -42,7 +42,7 @@ def run(scenario: str, dealt_out: dict[str, Any], **given: Any) -> Any:
 def fail_in_layer(way: str, process: int | None, overrides: list[str], dump_dir: str) -> list[int]:
     """A spike in whose search a layer's ``forward`` or ``backward`` fails, or the ``loss`` of a pass, the second time
     that a process, or each, is there; the searches that have failed."""
-    trainer, uses, loss = make_trainer(overrides, dump_dir), 0, step_class()._pulled
+    trainer, uses, loss = make_trainer(overrides, dump_dir), 0, world_harness.step_class()._pulled
 
     def come(*_: Any) -> None:
         nonlocal uses
@@ -67,7 +67,7 @@ def fail_in_layer(way: str, process: int | None, overrides: list[str], dump_dir:
     batch = world_harness.make_batch(seed=1)
     plant(batch, 6, 2, 1e4)
     is_short = mock.patch.object(world_harness.part("core.ranks"), "_PATIENCE_S", 2.0)
-    with is_short, mock.patch.object(step_class(), "_pulled", pulled):
+    with is_short, mock.patch.object(world_harness.step_class(), "_pulled", pulled):
         return trainer.update(batch)["metrics"]["gradloc/failures"]
 
 
@@ -76,7 +76,7 @@ def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: 
 
     A pass takes one for each micro-batch and each further stage; with its backward, three.
     """
-    of_step, taken = world_harness.step_class()._run, []
+    of_step, taken = world_harness.world_harness.step_class()._run, []
 
     def run(self: Any, selections: Any, forward_only: bool, data: Any = None) -> None:
         taken.append((1 if forward_only else 3) * (len(selections) + self.num_stages - 1))
@@ -85,7 +85,7 @@ def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: 
     batch = world_harness.make_batch()
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
-    with mock.patch.object(world_harness.step_class(), "_run", run):
+    with mock.patch.object(world_harness.world_harness.step_class(), "_run", run):
         make_trainer(spikes.ON + overrides, dump_dir).update(batch)
     return sum(taken)
 
