@@ -120,10 +120,8 @@ def pictures_of(batch: Any, rows: slice) -> dict[str, Any]:
     from verl.utils.model import extract_multi_modal_inputs
 
     inputs = extract_multi_modal_inputs(batch.non_tensor_batch["multi_modal_inputs"][rows])
-    if inputs:  # the picture is one token: all its positions are those of text
-        ids = batch.batch["input_ids"][rows]
-        inputs["position_ids"] = torch.arange(ids.shape[1]).expand(4, *ids.shape)
-    return inputs
+    positions = batch.batch["position_ids"][rows]
+    return {**inputs, "position_ids": positions.transpose(0, 1) if positions.dim() == 3 else positions}
 
 
 def save_model(folder: str) -> None:
