@@ -20,7 +20,7 @@ def loss_modes(*modes):
 
 SPLITS = {
     **{mode: actor(loss_agg_mode=mode) for mode in AGGREGATIONS},
-    **loss_modes("gspo", "clip_cov", "kl_cov", "geo_mean"),
+    **loss_modes("gspo", "clip_cov", "kl_cov", "geo_mean", "gpg"),
     "fsdp1": actor(strategy="fsdp"),
     "fsdp1, original parameters": ["actor_rollout_ref.actor.fsdp_config.use_orig_params=True", *actor(strategy="fsdp")],
     "checkpointing": ["actor_rollout_ref.model.enable_gradient_checkpointing=True"],
@@ -29,7 +29,7 @@ SPLITS = {
 }
 
 
-@default_on(verl07=("token-mean",), verl09=("seq-mean-token-mean",))
+@default_on(verl07=("token-mean", "gpg"), verl09=("seq-mean-token-mean",))
 @pytest.mark.parametrize("case", SPLITS)
 def test_parts_of_unequal_buckets_add_up_to_the_training_gradient(world, dump_dir, case):
     for out in world.run(RUN + "split", overrides=SPLITS[case], dump_dir=dump_dir):

@@ -46,7 +46,6 @@ from ..verl_common.losses import (
     ActorLoss,
     AnalysedLoss,
     changed,
-    ignores_mini_batch_size,
     setting_of,
     token_weights,
 )
@@ -311,8 +310,6 @@ class AnalysedEngineStep(EngineStep, AnalysedLoss):
         return values.flatten() if name == BUCKET_KEY else values[:, :length]
 
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
-        if term == "task" and ignores_mini_batch_size(self.config):
-            return 1.0 / self.num_ranks, False
         mask = self.token_mask(micro_batch)
         if mode == "token-mean":  # verl averages over the tokens of the whole mini-batch
             return int(mask.sum()) / self._num_tokens, True

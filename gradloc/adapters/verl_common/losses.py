@@ -198,16 +198,6 @@ def aggregation_mode(config: Any) -> str:
     return _BY_SEQUENCE if by_token == by_sequence else config.loss_agg_mode
 
 
-def ignores_mini_batch_size(config: Any) -> bool:
-    """Return whether the policy loss is a mean over its micro-batch whatever the mini-batch's size, like geo_mean."""
-
-    def loss(times: int) -> float:
-        sizes = {"dp_size": 1, "batch_num_tokens": 4 * times, "global_batch_size": 2 * times}
-        return _policy_loss(config, config.loss_agg_mode, **sizes)
-
-    return loss(1) == loss(2)
-
-
 def _counts_empty_rows(config: Any) -> bool:
     """Return whether the policy loss is a mean over all rows, even those without a token, as geo_mean's is."""
     rows = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
@@ -215,15 +205,13 @@ def _counts_empty_rows(config: Any) -> bool:
     return one != both
 
 
-def _policy_loss(
-    config: Any, mode: str, mask: Sequence[Any] = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0)), **batch_info: int
-) -> float:
+def _policy_loss(config: Any, mode: str, mask: Sequence[Any] = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0))) -> float:
     """Return the loss of two sequences with different advantages, by default of one token and of three."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    config = changed(config, global_batch_info=batch_info)
+    config = changed(config, global_batch_info={})
     mask = torch.tensor(mask)
-    log_prob, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [3.0]])[: len(mask)] * mask
+    log_prob, advantages = torch.full_like(mask, -1.0), torch.tensor([[1.0], [3.0]])[: len(mask)] * mask
     policy_loss = get_policy_loss_fn(config.policy_loss.get("loss_mode", "vanilla"))
     inputs = {"old_log_prob": log_prob, "log_prob": log_prob, "advantages": advantages, "response_mask": mask}
     return float(policy_loss(**inputs, loss_agg_mode=mode, config=config)[0])
