@@ -142,7 +142,10 @@ def test_a_dynamic_batch_size_changes_nothing_but_the_dealing_out(world, dump_di
     dynamic = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=40"]
     world.run("spikes.update_batch", kind="spike", overrides=ON + TAU + dynamic, dump_dir=dump_dir)
     (event,) = read_events(dump_dir)
-    assert [(c["row"], c["positions"]) for c in event["culprits"]] == [(5, [3])]
+    (culprit,) = event["culprits"]
+    assert (culprit["row"], culprit["positions"]) == (5, [3])
+    values = culprit["values"]  # on policy: the ratio is 1
+    assert values["coefficient"] == pytest.approx(-values["advantage"] * values["loss_weight"], rel=1e-4)
     assert event["certificate"]["verdict"] == "explained"
 
 
