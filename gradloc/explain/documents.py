@@ -135,8 +135,8 @@ def document_words(culprit: Culprit) -> str:
         return ""
     document = document_of(numbers)
     if culprit.cause.label == "duplicate_document":
-        are = "row is" if document.copies == 1 else "rows are"
-        return f"Of the batch's {document.rows:.0f} rows {document.copies:.0f} other {are} the same."
+        copies = plural(int(document.copies), "other row")
+        return f"{copies} of the batch's {document.rows:.0f} {'is' if document.copies == 1 else 'are'} the same."
     if culprit.cause.label == "non_finite_input":
         return (
             f"{plural(int(document.broken), 'value')} in it {'is' if document.broken == 1 else 'are'} NaN or infinite."
