@@ -55,8 +55,7 @@ def spike(kind: str, overrides: list[str], dump_dir: str) -> None:
 def norm_without_router_loss(overrides: list[str], dump_dir: str) -> float:
     """The gradient norm of the batch of ``experts`` without the routers' loss, and so without a spike."""
     trainer = make_trainer([*overrides, "experts=qwen3_moe"], dump_dir)
-    ((norm,),) = trainer.update(make_batch())["metrics"]["actor/grad_norm"]
-    return norm
+    return trainer.update(make_batch())["metrics"]["actor/grad_norm"][0][0]
 
 
 def spoil_weight(module: torch.nn.Module, value: float = math.nan) -> None:
