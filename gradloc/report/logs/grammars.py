@@ -31,7 +31,8 @@ _HEADED = re.compile(
     re.IGNORECASE,
 )
 _COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, wherever a bar is
-    r"(?=\d)(?<![\w./:-])(?<!epoch )(?<!epoch  )(?<!epoch: )(?<!epoch \[)(?<!epoch=)(?!0\d)"
+    r"(?=\d)(?<![\w./:-])" + "".join(f"(?<!epoch{' ' * width})" for width in range(1, 8)) + r"(?<!epoch: )"
+    r"(?<!epoch \[)(?<!epoch=)(?!0\d)"
     r"(\d{1,15}(?:\.\d+(?=k))?k?)(?:(?:it)?\s*/\s*(?:\d+(?:\.\d+)?k?(?:it)?|\?)(?![\w./]*\d|[a-z]|\s+\d\d:\d\d))"
     r"|\bepisode\b\W{0,3}(\d{1,15})"
     r"|^\W*(\d{1,15})(?:\]\s+| [|:] )(?=[a-z])",  # [73] train-logloss:0.4, 73 | loss 2.0

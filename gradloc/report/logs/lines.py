@@ -52,7 +52,8 @@ _SPELLED = re.compile(  # the letter comes first, and as a set: only that is sca
 _SKIPPED = re.compile(
     r"(overflow(?:!| detected| occurs|\. +skip))"
     r"|skipping (?:the |this )?(?:optimi[sz]er |gradient |weight )?(?:step|updat(?:e|ing))\b"
-    r"|do not update (?:the )?model|grad(?:ient)?[_ ]norm is not finite|(reducing dynamic loss scale)",
+    r"|do not update (?:the )?model|grad(?:ient)?[_ ]norm is not finite|bad grad(?:ient)?[_ ]norm"
+    r"|(reducing dynamic loss scale)",
     re.IGNORECASE,
 )
 _SCALE = re.compile(
@@ -72,10 +73,10 @@ _AT_MINIMUM = re.compile(
 )
 _OVERFLOWED_AT = re.compile(r"overflow on iteration:? (\d{1,12})\b", re.IGNORECASE)
 _COUNTED = re.compile(r"\bstep=(\d{1,12}), skipped=(\d{1,12})\b")
-_LOST = re.compile(r"norm is (?:nan|inf|not finite)", re.IGNORECASE)
+_LOST = re.compile(r"norm(?: is |=)(?:nan|inf|not finite)", re.IGNORECASE)
 _OF_SKIPS = (
     *("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "became"),
-    *("topping", "result", "skipped=", "cale is"),
+    *("topping", "result", "skipped=", "cale is", "ad grad"),
 )
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
@@ -154,7 +155,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             line = _COMMA.sub(".", line)
         num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
         line, process = _stripped(line)
-        taken = next((grammar for grammar in grammars if grammar.take(line, process)), None)
+        is_verdict = "ad grad" in line and _skip_in(line) is not None  # Bad grad_norm detected (grad_norm=nan)
+        taken = None if is_verdict else next((grammar for grammar in grammars if grammar.take(line, process)), None)
         if taken is console and "step:" in line:
             console.heads[last.partition("step:")[0]] = process
         num_bad += taken is None and line.startswith('{"')

@@ -20,7 +20,7 @@ from ...explain.advice import in_verls_names
 from ...explain.text import plural
 from ...record.files import NAME
 from ..errors import ReportError
-from .names import canonical, is_norm, listed, norm_of
+from .names import canonical, is_norm, is_training_loss, listed, norm_of
 from .recording import MAX, MEAN, OF_WATCH, Metrics, Recording, Row, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
@@ -288,11 +288,14 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     own = {name: count for name, count in counts.items() if not _is_bookkeeping(name)}
     most = max(own.values(), default=0)
     main = {name for name, count in own.items() if 2 * count > most}
+    losses = {name for name in main if is_training_loss(name)}
 
     def is_beside(values: dict[str, float]) -> bool:
         """Return whether a row is none of training's own, such as an evaluation's: without the norm, or with less than
         half of the metrics that most rows have. It may call its loss as training does.
         """
+        if losses and not losses & values.keys() and any(map(_EVALUATION.match, values)):
+            return True
         return has_norms and not any(map(is_norm, values)) or 2 * len(main & values.keys()) < len(main)
 
     again = sum(
@@ -374,9 +377,12 @@ def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
     )
 
 
+_EVALUATION = re.compile(r"(?:eval|val|test)", re.IGNORECASE)
+
+
 @lru_cache(maxsize=4096)
 def _is_evaluations(name: str) -> bool:
-    return _is_bookkeeping(name) or re.match(r"(?:eval|val|test)", name, re.IGNORECASE) is not None
+    return _is_bookkeeping(name) or _EVALUATION.match(name) is not None
 
 
 @lru_cache(maxsize=4096)

@@ -45,6 +45,7 @@ EFFECTS = (
 )
 _AROUND = 8
 """Values on each side of a collapse, at least."""
+_PEAK = 5.0  # times the level after it: a peak that is told
 _JUMPS = 40
 """Places that are looked at: the largest changes."""
 VANISHED = 1e-3
@@ -226,8 +227,10 @@ def _skipped(run: LoggedRun) -> Sign | None:
     if not skips:
         return None
     at = {skip.step for skip in known}
-    norms = [norm for step, norm in run.metrics.known(run.metrics.norm or "") if step in at]
+    own = {skip.step for skip in known if not skip.is_after}
+    norms = [norm for step, norm in run.metrics.known(run.metrics.norm or "") if step in own]
     span = f", at norms of {number(min(norms), 3)} to {number(max(norms), 3)}" if norms else ""
+    span = f", at a norm of {number(norms[0], 3)}" if len(norms) == 1 else span
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
     if all(skip.is_lost for skip in skips):
         sentence = f"{sentence[:-1]}, because the norm was not finite."
@@ -348,12 +351,14 @@ def _height(metrics: Metrics) -> Sign | None:
 
 def _collapse(metrics: Metrics) -> Sign | None:
     """Find the first metric that fell or rose for good."""
-    found = []
+    found, peak = [], (0, -math.inf)
     for effect in EFFECTS:
         own, known = _values(metrics, effect, 2 * _AROUND)
         if change := _lasting_change(effect, [value for _, value in known]):
             at, was, now = change
             found.append((known[at][0], known[at - 1][0], effect.title, own, was, now))
+            if effect is LOSS:
+                peak = max(known[at:], key=lambda point: point[1])
     if not found:
         return _parted(metrics) or _drift(metrics)
     step, before_it, title, own, was, now = min(found)
@@ -363,6 +368,9 @@ def _collapse(metrics: Metrics) -> Sign | None:
     verb = "fell" if now < was else "rose"
     medians = f"{number(was, 2)} before, {number(now, 2)} after (medians)"
     sentence = f"{own} {verb} {between} for good: {medians}{also}."
+    if title == LOSS.title and peak[1] > _PEAK * now > 0:
+        sentence = f"{sentence[:-1]}; it peaked at {number(peak[1], 3)} at step {peak[0]}."
+        return Sign("collapse", sentence, "", step, before_it + 1)
     return Sign("fell", sentence, "", step, before_it + 1)
 
 

@@ -301,6 +301,11 @@ def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
     """Say that norms are 0, always or from a step on; empty where they are not."""
     if steps and all(step.norm == 0 for step in steps):
         subject = "The one gradient norm is 0" if len(steps) == 1 else f"All {len(steps)} gradient norms are 0"
+        if _falls(loss):
+            return (
+                f"{subject}, yet the loss falls from {number(loss[0], 3)} to {number(loss[-1], 3)}: the run learns, "
+                "so the norm is not logged, or logged before it is computed."
+            )
         if loss and abs(loss[-1]) > 1e-8:
             return (
                 f"{subject}, and the loss is not ({number(loss[-1], 3)} in the last row): the gradient is lost on its "
@@ -316,9 +321,14 @@ def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
     )
 
 
+def _falls(loss: Sequence[float]) -> bool:
+    """Return whether a loss falls by a fifth at least."""
+    return len(loss) >= LASTING and median(loss[-3:]) < 0.8 * median(loss[:3]) > 0
+
+
 def clipped_or_zero(judged: Sequence[Sequence[Judged]], loss: Sequence[float] = ()) -> tuple[str, str]:
     """Return the kind and the sentence where norms are 0 to the end or were clipped; else two empty texts."""
     if sentence := zeros(next(filter(None, reversed(judged)), []), loss):
-        return "zero", sentence
+        return "" if _falls(loss) else "zero", sentence
     sentence = ceiling([step for segment in judged for step in segment])
     return ("clipped", sentence) if sentence else ("", "")
