@@ -254,6 +254,8 @@ _BARS = re.compile(
 )
 """Before each of several progress bars on a line; a carriage return, as a pager shows it; what Lightning prints behind
 a bar that the terminal has cut, with the bar's last word."""
+_ROW_BEGINS = re.compile(r"\W*iteration\s+\d{1,12}\s*/\s*\d+ \|(?!.*(?:loss|norm)).*\|\s*$")
+_OF_ROW = re.compile(r"\s*[a-z][a-z ()-]{2,40}: +\S+ *(?:\||$)")
 _BEHIND_BAR = re.compile(r"(?<=\d)(?=Epoch \d+, global step \d|20\d\d-\d\d-\d\d \d\d:\d\d)")
 """Before what is printed right behind the last value of a bar that is whole."""
 
@@ -261,14 +263,17 @@ _BEHIND_BAR = re.compile(r"(?<=\d)(?=Epoch \d+, global step \d|20\d\d-\d\d-\d\d 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines, those of a dict that is printed over several put together, and bars on one line apart."""
     parts: list[str] = []
-    closes = ""  # the end of what a terminal has wrapped
+    closes = ""  # the end of what a terminal has wrapped, || of a row that somebody has broken at its bars
     for line in lines:
-        if closes and ("{" in line or "consumed samples" in line or len(parts) > 4):
+        if closes and ("{" in line or "consumed samples" in line or len(parts) > (20 if closes == "||" else 4)):
             yield from parts
             parts, closes = [], ""
+        if closes == "||" and not _OF_ROW.match(line):
+            yield " ".join(parts)
+            parts, closes = [], ""
         if closes:
-            parts.append(line)
-            if "}" in line if closes == "}" else line.rstrip().endswith("|"):
+            parts.append(line.strip() if closes == "||" else line)
+            if closes != "||" and ("}" in line if closes == "}" else line.rstrip().endswith("|")):
                 yield "".join(parts)
                 parts, closes = [], ""
         elif parts and line[:1].isalpha():  # of another process
@@ -282,6 +287,8 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             yield from filter(None, _BARS.split(line))
         elif "━" in line and _BEHIND_BAR.search(line):
             yield from _BEHIND_BAR.split(line)
+        elif _ROW_BEGINS.match(line):
+            parts, closes = [line.strip()], "||"
         elif "consumed samples" in line and "iteration" in line and not line.rstrip().endswith("|"):
             parts, closes = [line], "|"
         elif "{" not in line:
@@ -292,7 +299,7 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             parts, closes = [line], "}"
         else:
             yield line
-    yield from parts
+    yield from [" ".join(parts)] if closes == "||" else parts
 
 
 class _Skipped:

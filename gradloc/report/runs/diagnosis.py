@@ -468,7 +468,8 @@ def _advise_resume(
 
 def _deciding(metrics: Metrics) -> str:
     """Return the metric that decides whether a run is healthy: its reward, else its loss."""
-    return "loss" if loss_of(metrics)[1] else "reward"
+    is_of_rewards = any(name.startswith(("actor/", "critic/")) or "reward" in name for name in metrics.own_names)
+    return "loss" if loss_of(metrics)[1] or not is_of_rewards else "reward"
 
 
 ON = "+gradloc=observe"
