@@ -223,6 +223,8 @@ class Watch(Notes):
         outer = getattr(outer, "_orig_mod", outer)  # of a compiled one
         if isinstance(outer, FSDP1):
             norm = plain(outer.clip_grad_norm_(limit))
+        elif max_norm is None:  # torch's clip to infinity makes all of a gradient NaN whose norm is infinite
+            norm = plain(torch.nn.utils.get_total_norm([p.grad for p in outer.parameters() if p.grad is not None]))
         else:
             norm = plain(torch.nn.utils.clip_grad_norm_(outer.parameters(), limit))
         if self._leaves_to_scaler(norm):

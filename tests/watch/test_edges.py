@@ -500,3 +500,13 @@ def test_a_loss_of_the_model_s_derivative_is_said_to_pass_by(tmp_path):
     run_small(tmp_path, model, loss_of)
     (event,) = events_in(tmp_path)
     assert event["culprits"] == [] and event["fault"]["at"] == "undecided"
+
+
+def test_measuring_the_norm_changes_no_gradient_that_is_infinite(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    watch = gradloc.Watch(model, torch.optim.SGD(model.parameters(), 0.1), str(tmp_path))
+    model(torch.ones(3, 4)).sum().backward()
+    model.weight.grad[0, 0] = torch.inf
+    before = [param.grad.clone() for param in model.parameters()]
+    assert watch.clip_grad_norm_() == torch.inf
+    assert all(map(torch.equal, before, (param.grad for param in model.parameters())))
