@@ -92,7 +92,7 @@ def read_bundle(path: str) -> Bundle:
         ReplayError: it lacks something, or its parts contradict each other.
     """
     folder = Path(path)
-    check(folder.is_dir(), f"{path} does not exist: name an event's folder, gradloc/events/EVENT of a run.")
+    check(folder.is_dir(), f"{path} is no folder: name an event's folder, gradloc/events/EVENT of a run.")
     for name in ("meta.json", "batch.safetensors"):
         check((folder / name).is_file(), f"{path} is not a bundle folder: it has no {name}.")
         check(is_inside(folder / name, folder), f"{path}/{name} is a link out of the folder, and is not followed.")

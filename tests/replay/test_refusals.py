@@ -115,7 +115,7 @@ def test_an_answer_that_cannot_be_written_is_no_other_culprits(bundle, models, r
 
 
 def test_folders_and_files_that_are_no_bundle(bundle, models, replay, tmp_path):
-    _is_refused(replay(tmp_path / "nowhere", models / "model"), "does not exist")
+    _is_refused(replay(tmp_path / "nowhere", models / "model"), "is no folder")
     whole = (bundle / "batch.safetensors").read_bytes()
     (bundle / "batch.safetensors").write_bytes(whole[: len(whole) // 2])
     _is_refused(replay(bundle, models / "model"), "is cut off or is no safetensors file:")

@@ -279,8 +279,10 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     if len(silent) == len(steps):
         num_finite = sum(math.isfinite(step.norm) for step in steps)
         count = plural(num_finite, "step" if num_finite == len(steps) else "finite norm")
-        return [f"The log has {count}, and the trigger's rule needs {warmup} to learn from: {reported}."]
-    return [f"In the first {len(silent)} steps, {reported}."]
+        if num_finite < warmup:
+            return [f"Too few for a threshold, {count} of {warmup}: {reported}."]
+        return [f"The trigger's rule learned no threshold from {count}: {reported}."]
+    return [f"The first {len(silent)} steps have no threshold: there, {reported}."]
 
 
 def _overwritten(run: LoggedRun) -> list[str]:

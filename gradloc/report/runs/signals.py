@@ -45,6 +45,7 @@ EFFECTS = (
 )
 _AROUND = 8
 """Values on each side of a collapse, at least."""
+_PARTS = 20  # of a log at most, between whose medians a drift is looked for
 _PEAK = 5.0  # times the level after it: a peak that is told
 _JUMPS = 40
 """Places that are looked at: the largest changes."""
@@ -100,6 +101,8 @@ def sound_loss(metrics: Metrics, first: int) -> str:
     values = [value for step, value in metrics.logged(name) if step >= first]
     if not values or not all(map(math.isfinite, values)):
         return ""
+    if len(values) > 2 and is_supervised(metrics) and min(values[1:]) > 3 * values[0] > 0:
+        return ""  # it is finite, and the weights are no longer what they were
     sizes = [abs(value) for value in values]
     is_sure = name == "actor/pg_loss" or min(sizes) > 0 and max(sizes) <= 100 * min(sizes)
     if len(values) > 1 and not is_sure:  # a Trainer writes 0 for a NaN
@@ -420,7 +423,7 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
         if not value > 1.3 * known[at - 1][1] > 0:
             continue
         before = [earlier for _, earlier in known[max(at - 20, 0) : at]]
-        was = median(before)
+        was = median(before[-_AROUND:])  # of a loss that falls, the last ones
         scatter = median(abs(earlier - was) for earlier in before)
         is_sharp = value - was > (12 if value > 1.5 * max(before) else 40) * scatter
         if value > 1.3 * max(before) and is_sharp and (best is None or value / was > best[0]):
@@ -432,7 +435,8 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
     begin = at
     while begin and known[begin - 1][1] > 1.3 * was:
         begin -= 1
-    back = next((later for later, value in known[at + 1 :] if value - was < 0.1 * (peak - was)), None)
+    usual = max(known[begin][1] for begin in range(max(at - _AROUND, 0), at))
+    back = next((later for later, value in known[at + 1 :] if value <= max(usual, 1.1 * was)), None)
     end = "is not back at the end of the log" if back is None else f"was back at step {back}"
     sentence = (
         f"{own} jumped to {number(peak, 3)} at step {step}, {number(times, 2)} times the {number(was, 3)} before it, "
@@ -509,13 +513,14 @@ def _drift(metrics: Metrics) -> Sign | None:
     """Find a reward or loss that drifted away from its best and stayed away."""
     for effect in (REWARD, LOSS):
         own, known = _values(metrics, effect, 4 * _AROUND)
-        parts = [known[at : at + _AROUND] for at in range(0, len(known) - _AROUND + 1, _AROUND)]
+        size = max(_AROUND, len(known) // _PARTS)  # the least of many small medians would be luck
+        parts = [known[at : at + size] for at in range(0, len(known) - size + 1, size)]
         levels = [median(value for _, value in part) for part in parts]
         fall, rise = effect.collapse
         if not levels or min(levels) <= 0:
             continue
         at = levels.index(max(levels) if fall else min(levels))
-        best, end = levels[at], median(value for _, value in known[-_AROUND:])
+        best, end = levels[at], median(value for _, value in known[-size:])
         scatter = 4 * median(abs(value - best) for _, value in parts[at])
         is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
         if is_away and abs(end - best) > scatter:
