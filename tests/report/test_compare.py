@@ -13,7 +13,7 @@ from gradloc.report.commands.cure import tally
 from gradloc.report.runs.comparison import compare
 from gradloc.report.runs.run import read_run
 from tests import explain
-from tests.report.builder import make_event, make_metrics, write_run
+from tests.report.builder import REPO, make_event, make_metrics, write_run
 from tests.report.logs.made import console
 
 
@@ -100,3 +100,25 @@ def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, capsys):
     assert main(["cure", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "No setting was measured (1 event): none of the trainer's settings could be tried." in said
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (
+            "ms-swift-nan.log",
+            "all-zeros.log",
+            "step 2: actor/grad_norm is NaN in the first and 0 in the second.",
+        ),
+        (
+            "hf-trainer.log",
+            "windows-nan.log",
+            "step 41: actor/pg_loss is 1.7 in the first and NaN in the second.",
+        ),
+        ("hf-trainer.log", "three-steps.log", "3 common steps are too few to say more."),
+    ],
+)
+def test_a_value_that_is_not_finite_is_no_scatter(first, second, says, capsys):
+    folder = REPO / "tests" / "data" / "pieces"
+    main(["compare", str(folder / first), str(folder / second)])
+    assert says in " ".join(capsys.readouterr().out.split())

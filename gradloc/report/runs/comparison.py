@@ -91,15 +91,18 @@ def _parted(first: Metrics, second: Metrics) -> str:
         )
     leaving = []
     for name in names[:_NUM_SCATTERED]:
-        pair = _leaving(pairs[name], is_norm(name))
+        lost = next((pair for pair in pairs[name] if math.isfinite(pair[1]) != math.isfinite(pair[2])), None)
+        pair = lost or _leaving(pairs[name], is_norm(name))
         if pair is not None:
             leaving.append((*pair, name))
+    if not leaving and len(common) <= _LEARNED:
+        return f"The two differ from step {step} on; {plural(len(common), 'common step')} are too few to say more."
     if not leaving:
         return f"The two differ from step {step} on, as two seeds do; no metric leaves that scatter."
     step, value, other, name = min(leaving, key=lambda entry: entry[0])
     return (
-        f"The two part at step {step}: {name} is {number(value, 3)} in the first and {number(other, 3)} in the second, "
-        "further apart than before."
+        f"The two part at step {step}: {name} is {number(value, 3)} in the first and {number(other, 3)} in the second"
+        f"{', further apart than before' if math.isfinite(value - other) else ''}."
     )
 
 
