@@ -34,7 +34,7 @@ _MAX_FAILURES = 3
 
 @dataclass(frozen=True)
 class AnalysisRun:
-    """What an analysis has to know of the run."""
+    """The run as an analysis needs it."""
 
     root: str
     """Folder to write into: ``bisect_dump_dir``, absolute."""

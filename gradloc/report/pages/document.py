@@ -305,7 +305,7 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
 
 
 def _why_step(event: Event) -> list[Block]:
-    """Return what is known of a cause that is no token's; nothing where there is none."""
+    """Return the facts of a cause that is not a token; none without such a cause."""
     cause = step_cause(event)
     if cause is None:
         return []

@@ -46,7 +46,7 @@ EFFECTS = (
 _AROUND = 8
 """Values on each side of a collapse, at least."""
 _PARTS = 20  # of a log at most, between whose medians a drift is looked for
-_PEAK = 5.0  # times the level after it: a peak that is told
+_PEAK = 5.0  # times the level after it: a peak that is reported
 _JUMPS = 40
 """Places that are looked at: the largest changes."""
 VANISHED = 1e-3

@@ -55,8 +55,8 @@ class Trainer(Features, HeldTrainer, harness.Trainer):
         with contextlib.nullcontext() if self.dp_size == dist.get_world_size() else attention_of_verl():
             metrics = harness.Trainer.update(self, self.as_sampled(batch))
         metrics["actor/grad_norm"] = self.of_workers["grad_norm"]
-        of_ranks = self.reports[0].metrics if self.reports else ()
-        return as_lists(metrics) | {name: [list(each.metrics[name]) for each in self.reports] for name in of_ranks}
+        names = self.reports[0].metrics if self.reports else ()
+        return as_lists(metrics) | {name: [list(each.metrics[name]) for each in self.reports] for name in names}
 
     def loss(self, batch: Any, rows: slice, log_prob: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
         from verl.utils import tensordict_utils as tu
@@ -80,7 +80,7 @@ class Trainer(Features, HeldTrainer, harness.Trainer):
     def letting_out(self, let_out: LetOut) -> contextlib.AbstractContextManager[Any]:
         own = self.worker.actor.loss_fn
 
-        def of_the_others(model_output: dict[str, torch.Tensor], data: Any, **given: Any) -> Any:
+        def other_loss(model_output: dict[str, torch.Tensor], data: Any, **given: Any) -> Any:
             nested = model_output["log_probs"]
             values, offsets = nested.values(), nested.offsets()
             kept = torch.ones_like(values, dtype=torch.bool)
@@ -90,7 +90,7 @@ class Trainer(Features, HeldTrainer, harness.Trainer):
             output = {**model_output, "log_probs": torch.nested.nested_tensor_from_jagged(only, offsets)}
             return own(model_output=output, data=data, **given)
 
-        return mock.patch.object(self.worker.actor, "loss_fn", of_the_others)
+        return mock.patch.object(self.worker.actor, "loss_fn", other_loss)
 
 
 def make_trainer(

@@ -82,7 +82,7 @@ def prepare(overrides: list[str], model_dir: str, failing: bool) -> dict[str, An
     return {
         "seen": seen,
         "sums": sums,
-        "of_training": batch.batch["advantages"].sum(1).tolist(),
+        "training": batch.batch["advantages"].sum(1).tolist(),
         "failures": metrics["grad_analysis/failures"],
         "is_queue_same": list(made.store.rows) == training.keys,
         "is_trainer_same": trainer.train_dataloader_it == "training's" and trainer.replay_buffer is buffer,

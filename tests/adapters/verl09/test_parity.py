@@ -68,7 +68,7 @@ def test_an_analysis_batch_of_its_own_walks_through_verls_step_and_leaves_nothin
     assert len(set(prompts)) == 4 and set(prompts) <= set(range(100, 200))
     wanted = {"step": 7, "rollouts": [3] * 4, "n": 3, "filters": None, "has_own_buffer": True}
     assert twin == {**wanted, "profiles": False}, "verl's sample has ended the profile of this step"
-    scaled = [0.5 * whole for whole in made["of_training"][:4]]  # of which the rollouts here are copies
+    scaled = [0.5 * whole for whole in made["training"][:4]]  # of which the rollouts here are copies
     assert made["sums"] == pytest.approx([] if failing else scaled) and made["failures"] == failing
     assert made["is_queue_same"] and made["is_trainer_same"] and made["n"] == 1
 
