@@ -156,7 +156,7 @@ class _Signal(NamedTuple):
     factor: str
     typical: float | None
     is_distance: bool = False
-    """Whether the factor is the distance between both, and not the target itself."""
+    """Whether the factor is the distance from the output to the target, and not the target itself."""
 
     @classmethod
     def from_culprit(cls, culprit: Culprit, batch: BatchStatistics) -> "_Signal":

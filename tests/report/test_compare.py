@@ -122,3 +122,15 @@ def test_a_value_that_is_not_finite_is_no_scatter(first, second, says, capsys):
     folder = REPO / "tests" / "data" / "pieces"
     main(["compare", str(folder / first), str(folder / second)])
     assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_loop_s_cures_are_not_measured_for_a_reason_of_its_own(tmp_path, capsys):
+    write_run(tmp_path, [make_event(cures=None) | {"run": {"trainer": "loop"}}])
+    main(["cure", str(tmp_path)])
+    assert "gradloc.Watch does not know how a loop makes its loss" in " ".join(capsys.readouterr().out.split())
+
+
+def test_last_rows_that_are_empty_are_said(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("step,loss,grad_norm\n1,1.0,0.5\n2,0.9,0.4\n3,,\n4,,\n5,,\n")
+    main([str(tmp_path / "a.csv")])
+    assert "The last 3 rows of a.csv are empty, as pandas writes NaN." in " ".join(capsys.readouterr().out.split())

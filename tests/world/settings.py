@@ -62,7 +62,7 @@ class Given(dict[str, Any]):
         return {name: self.pop(name) for name in [*self] if name in names}
 
     def end(self, without_effect: Iterable[str] = ()) -> None:
-        """Refuse what is left, but settings, or their values as ``NAME=VALUE``, that say what is so on this trainer."""
+        """Skip the case if settings are left, except those (or ``NAME=VALUE``) that this trainer does anyway."""
         left = sorted(name for name in self if not {name, f"{name}={self[name]}"} & {*without_effect})
         require(not left, f"this trainer has no {', '.join(left)}")
 

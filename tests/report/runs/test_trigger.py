@@ -92,3 +92,10 @@ def test_the_picture_can_be_on_a_page_and_is_nothing_else(tmp_path, shown, refus
     shown("trigger", *both, "-o", tmp_path / "t.html")
     assert "7 steps would have been flagged" in (tmp_path / "t.html").read_text()
     assert "must end in .html or .svg" in refused("trigger", *both, "-o", tmp_path / "t.png")
+
+
+def test_another_threshold_that_the_run_had_is_said(shown):
+    said = " ".join(shown("trigger", SERIES.parents[1] / "examples" / "demo").split())
+    assert "By the adaptive rule; the run's own threshold at step 24 was 18.6." in said
+    said = " ".join(shown("trigger", SERIES / "verl-maze-actor.json").split())
+    assert "own threshold" not in said
