@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay an event on one machine: ``python -m gradloc.replay BUNDLE --model PATH``.
+"""Replay an event on one machine: ``gradloc replay BUNDLE --model PATH``.
 
 Runs the bundled micro-batches on transformers' model, each backward from the coefficients that the run's own left;
 localizes the spike again and compares the culprits with the event's. ``--oracle`` also measures every token's gradient
@@ -160,7 +160,7 @@ def _figure(value: Any) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}",
+        prog="gradloc replay",
         description="Replay a gradient spike from its bundle and compare the culprits with the event's.",
         epilog="Exit code 0: the same culprits (or none to compare with); 1: different ones; 2: cannot be replayed.",
     )
@@ -170,18 +170,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, metavar="PATH", help=weights_help)
     parser.add_argument("--strategy", choices=STRATEGIES, help="of the search (default: the event's own)")
     parser.add_argument("--oracle", action="store_true", help="also measure every token by a backward of its own")
-    parser.add_argument("--json", metavar="OUT", help="also write the answer to this file")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write it as JSON to this file")
     parser.add_argument("--budget", type=int, metavar="N", help="probes at most (default: the event's own)")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore", UserWarning)  # what torch warns of is the run's own choice
     try:
-        has_folder = args.json is None or Path(args.json).absolute().parent.is_dir()
-        check(has_folder, f"--json {args.json}: there is no such folder.")
+        has_folder = args.output is None or args.output.absolute().parent.is_dir()
+        check(has_folder, f"-o {args.output}: there is no such folder.")
         check(args.budget is None or args.budget > 0, f"--budget {args.budget}: must be at least 1.")
         record = plain(replay(args.bundle, args.model, args.strategy, args.oracle, args.budget))
-        print(printable(render(record)), flush=True)
-        if args.json is not None:
-            write_whole(Path(args.json), json.dumps(record, indent=2, allow_nan=False) + "\n")
+        as_json = json.dumps(record, indent=2, allow_nan=False)
+        print(as_json if args.json else printable(render(record)), flush=True)
+        if args.output is not None:
+            write_whole(args.output, f"{as_json}\n")
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130
@@ -192,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         elif not isinstance(error, ReplayError | OSError):
             said = f"{args.bundle} cannot be replayed on {args.model}: {error_text(error)}."
             logging.getLogger(__name__).debug("the error", exc_info=True)
-        print(f"replay: {printable(said)}", file=sys.stderr)
+        print(f"gradloc: {printable(said)}", file=sys.stderr)
         return 2
     return 1 if record["verdict"] == "different" else 0
 

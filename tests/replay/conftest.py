@@ -62,7 +62,7 @@ def replay(single, tmp_path):
 
     def run(bundle, model, *options, patches=None):
         out.unlink(missing_ok=True)
-        argv = [str(argument) for argument in (bundle, "--model", model, "--json", out, *options)]
+        argv = [str(argument) for argument in (bundle, "--model", model, "-o", out, *options)]
         (done,) = single.run("tests.replay.scenarios.run_replay", argv=argv, patches=patches or {})
         return done | {"record": json.loads(out.read_text()) if out.exists() else None}
 

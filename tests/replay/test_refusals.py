@@ -109,7 +109,7 @@ def test_what_was_not_foreseen_is_no_other_culprits(bundle, models, replay):
 def test_an_answer_that_cannot_be_written_is_no_other_culprits(bundle, models, replay, tmp_path):
     (tmp_path / "kept").write_text("mine")
     (tmp_path / "link.json").symlink_to(tmp_path / "kept")
-    done = replay(bundle, models / "model", "--json", str(tmp_path / "link.json"))
+    done = replay(bundle, models / "model", "-o", str(tmp_path / "link.json"))
     assert done["code"] == 2 and "is a link" in done["err"] and done["err"].count("\n") == 1
     assert (tmp_path / "kept").read_text() == "mine"
 
@@ -143,10 +143,10 @@ def test_a_model_larger_than_memory_is_refused_before_and_while_it_runs(bundle, 
     ("options", "sentence"),
     [
         (("--strategy", "guess"), "invalid choice: 'guess' (choose from"),
-        (("--budget", "0"), "replay: --budget 0: must be at least 1."),
-        (("--json", "/nowhere/out.json"), "there is no such folder."),
+        (("--budget", "0"), "gradloc: --budget 0: must be at least 1."),
+        (("-o", "/nowhere/out.json"), "there is no such folder."),
     ],
-    ids=["strategy", "budget", "json"],
+    ids=["strategy", "budget", "output"],
 )
 def test_options_that_make_no_sense(bundle, models, replay, options, sentence):
     done = replay(bundle, models / "model", *options)
@@ -157,4 +157,4 @@ def test_options_that_make_no_sense(bundle, models, replay, options, sentence):
 def _is_refused(done, sentence):
     assert (done["code"], done["out"]) == (2, ""), done
     assert sentence in done["err"]
-    assert done["err"].startswith("replay: ") and done["err"].count("\n") == 1, "one sentence"
+    assert done["err"].startswith("gradloc: ") and done["err"].count("\n") == 1, "one sentence"

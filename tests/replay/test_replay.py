@@ -66,6 +66,8 @@ def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says
     (culprit,) = done["record"]["culprits"]
     assert (culprit["rank"], culprit["positions"]) == (0, [3])
     assert culprit["replay"]["grad_norm"] == pytest.approx(culprit["event"]["grad_norm"], rel=1e-5)
+    as_json = replay(bundle, models / "model", "--json")
+    assert json.loads(as_json["out"]) == as_json["record"]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "bisect", pytest.param("share", marks=pytest.mark.slow)])

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     if shutil.which(command[0]) is None:
         or_folder = "; for a folder named run: gradloc ./run" if Path("run").is_dir() else ""
         why = f"there is no command {command[0]}; give the one that trains, as you call it{or_folder}"
-        print(f"gradloc run: {why}", file=sys.stderr)
+        print(f"gradloc: {why}", file=sys.stderr)
         return 2
     startup = str(Path(__file__).parent / "startup")
     path = os.pathsep.join([startup, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -4,7 +4,7 @@
 import argparse
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ EPILOG = """\
 examples:
   gradloc trigger runs/demo-1
   gradloc trigger train.log --set cap=6 --set floor=3
-  gradloc trigger trainer_state.json --json trigger.json
+  gradloc trigger trainer_state.json --json -o trigger.json
   gradloc trigger a.csv b.csv -o trigger.html     several runs in one picture
 """
 
@@ -43,36 +43,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_set_argument(parser, "a setting of actor.gradloc.trigger: window, warmup, floor or cap")
     add_log_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="every step's norm and threshold as JSON")
     parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
-        metavar="OUT",
-        help="every step's norm and threshold as JSON, to this file if one is named",
+        "-o", "--output", type=Path, metavar="FILE", help="write the picture, .html or .svg, or with --json the JSON"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the picture: .html or .svg")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         output.check(args.output, None)
-        if args.output.suffix not in (".html", ".svg"):
-            raise ReportError(f"{args.output} must end in .html or .svg.")
-    runs, notes = _diagnoses(args)
-    if args.json is not None:
+        if not args.json and args.output.suffix not in (".html", ".svg"):
+            raise ReportError(f"{args.output} must end in .html or .svg; for JSON, add --json.")
+    settings = assignments(args.set, "trigger.", "a number, such as --set cap=6", checked)
+    runs, notes = _diagnoses(args, settings)
+    if args.json:
         if len(runs) > 1:
             raise ReportError(f"--json is of one run, found {len(runs)}: name a log of one.")
-        text = output.as_json({"steps": _steps(*runs.values())})
-        output.deliver(None if str(args.json) == "-" else args.json, text)
-    if args.output is not None:
+        output.deliver(args.output, output.as_json({"settings": settings, "steps": _steps(*runs.values())}))
+    elif args.output is not None:
         from ..pages import trigger as page  # matplotlib takes a second to import
 
         drawn = {}
         for name, diagnosis in runs.items():
             drawn[name] = sorted(itertools.chain(*diagnosis.judged), key=lambda step: step.step)
         output.deliver(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
-    if args.json is None and args.output is None:
+    else:
         console = terminal.console()
         for name, diagnosis in runs.items():
             _print(console, name, diagnosis)
@@ -89,8 +84,9 @@ def checked(**settings: Any) -> dict[str, float]:
     return settings
 
 
-def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str]]:
-    settings = assignments(args.set, "trigger.", "a number, such as --set cap=6", checked)
+def _diagnoses(args: argparse.Namespace, settings: Mapping[str, float]) -> tuple[dict[str, Diagnosis], list[str]]:
+    """Diagnose each run under the settings, which its name repeats; return the diagnoses by name, and notes."""
+    given = "".join(f", {key}={value:g}" for key, value in settings.items())
     runs: dict[str, Diagnosis] = {}
     notes: list[str] = []
     for path in args.metrics:
@@ -104,9 +100,10 @@ def _diagnoses(args: argparse.Namespace) -> tuple[dict[str, Diagnosis], list[str
             name = run.name
             if len(folder.runs) == 1:
                 name = str(path) if path.stem in runs else path.stem
-            diagnosis = diagnose(run, settings)
-            runs[_unused_name(one_line(name), one_line(f"{path}: {run.name}"), runs)] = diagnosis
-            notes += diagnosis.limits
+            names = (one_line(f"{each}{given}") for each in (name, f"{path}: {run.name}"))
+            runs[_unused_name(*names, runs)] = diagnose(run, settings)
+    for name, diagnosis in runs.items():
+        notes += [f"{name}: {limit}" if len(runs) > 1 else limit for limit in diagnosis.limits]
     return runs, notes
 
 

@@ -27,7 +27,7 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     event = events_in(tmp_path / "watched")[0]
     folder = tmp_path / "watched" / "gradloc"
     model, out = next(folder.glob("weights/*/actor")), tmp_path / "replay.json"
-    assert main([str(folder / event["folder"]), "--model", str(model), "--json", str(out)]) == 0
+    assert main([str(folder / event["folder"]), "--model", str(model), "-o", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["verdict"] == "same" and found["weights"]["verdict"] == "same", found["weights"]["sentence"]
     slack = 1e-3 if "experts" in case else 1e-5  # a router's own loss is in no coefficient

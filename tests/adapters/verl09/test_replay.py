@@ -58,7 +58,7 @@ def test_a_replay_has_the_gradient_of_the_runs_loss(world, single, name, tmp_pat
 
 def replayed(single, bundle, model, folder):
     """Replay an event; return the measurements, and the event itself."""
-    argv = [str(bundle), "--model", str(model), "--json", str(folder / "out.json")]
+    argv = [str(bundle), "--model", str(model), "-o", str(folder / "out.json")]
     (done,) = single.run("tests.replay.scenarios.run_replay", argv=argv, patches={})
     assert done["code"] == 0, done["out"] + done["err"]  # which shows how far transformers has loaded the model
     return json.loads((folder / "out.json").read_text()), json.loads((bundle / "meta.json").read_text())["event"]

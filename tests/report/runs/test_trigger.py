@@ -30,7 +30,7 @@ def log(tmp_path):
 def trigger(path, *arguments):
     """The steps that the command writes as JSON."""
     target = path.parent / "out.json"
-    assert main(["trigger", str(path), "--json", str(target), *arguments]) == 0
+    assert main(["trigger", str(path), "--json", "-o", str(target), *arguments]) == 0
     return json.loads(target.read_text())["steps"]
 
 
@@ -45,9 +45,10 @@ def test_every_step_has_its_norm_and_the_verdict_of_the_training_rule(log):
     assert [step["step"] for step in steps if step["spike"]] == [31, 36]
 
 
-def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(log, refused):
+def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(log, shown, refused):
     steps = trigger(log, "--set", "gradloc.trigger.warmup=8", "--set", "floor=1.2", "--set", "cap=1.2")
     assert sum(step["spike"] for step in steps) > 2 and steps[8]["threshold"] is not None
+    assert "\ntrain, cap=6, floor=3\n" in "\n" + shown("trigger", log, "--set", "cap=6", "--set", "floor=3")
     for wrong, said in (
         ("floor=11", "floor must be at most cap (10), found 11."),
         ("window=4", "window must be an integer of at least 8"),
@@ -92,6 +93,12 @@ def test_the_picture_can_be_on_a_page_and_is_nothing_else(tmp_path, shown, refus
     shown("trigger", *both, "-o", tmp_path / "t.html")
     assert "7 steps would have been flagged" in (tmp_path / "t.html").read_text()
     assert "must end in .html or .svg" in refused("trigger", *both, "-o", tmp_path / "t.png")
+
+
+def test_of_several_runs_a_note_names_its_own(capsys):
+    assert main(["trigger", *map(str, sorted(SERIES.glob("*.json")))]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said] == sorted(path.stem for path in SERIES.glob("*.json"))
 
 
 def test_another_threshold_that_the_run_had_is_said(shown):

@@ -23,7 +23,7 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     world.run(f"{HERE}.harness.train", overrides=settings, model_dir=folder, plants=(PLANT,))
     *_, bundle = sorted((dump_dir / "events").iterdir())
     out = tmp_path / "out.json"
-    assert main([str(bundle), "--model", folder, "--json", str(out)]) == 0
+    assert main([str(bundle), "--model", folder, "-o", str(out)]) == 0
     record, event = json.loads(out.read_text()), json.loads((bundle / "meta.json").read_text())["event"]
     assert record["verdict"] == "same" and record["weights"]["verdict"] == "same", record["weights"]["sentence"]
     assert record["micro_batches"]["is_whole_step"]
