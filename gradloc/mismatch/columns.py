@@ -20,6 +20,10 @@ class MismatchError(ValueError):
     """Says in one sentence what about the columns cannot be used, and what to do."""
 
 
+class TooFewTokensError(MismatchError):
+    """Says that the columns are shorter than a verdict needs."""
+
+
 @dataclass(frozen=True)
 class Columns:
     """N tokens of R rows, in the order of their rows and places; all arrays are (N,), an optional one may be None."""
@@ -111,7 +115,7 @@ def columns(
 
 def _check(made: Columns) -> None:
     if len(made) < FEW:
-        raise MismatchError(
+        raise TooFewTokensError(
             f"{len(made)} tokens count, and a verdict needs {FEW}: give more rows, or look at the mask."
         )
     for name, column in (("rollout engine", made.rollout), ("trainer", made.trainer)):

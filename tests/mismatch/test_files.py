@@ -2,7 +2,9 @@
 """The columns from files as trainers write them, and the command."""
 
 import json
+import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from gradloc.mismatch import MismatchError
 from gradloc.mismatch.files import read
 from gradloc.report.cli import main
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
 RANDOM = np.random.default_rng(0)
 B = np.round(-RANDOM.exponential(1.0, (16, 40)), 4)
 A = np.round(np.minimum(B + 0.05 * RANDOM.standard_normal(B.shape) * -np.expm1(B), 0), 4)
@@ -146,6 +149,19 @@ def test_an_event_that_cannot_be_judged_is_said_to_be_one_and_no_log(tmp_path, c
     assert main(["mismatch", str(event)]) == 2
     said = capsys.readouterr().err
     assert "without a bundle" in said and "is a log" not in said
+
+
+def test_of_an_event_with_few_tokens_the_log_says_how_much(tmp_path, capsys, monkeypatch):
+    event = shutil.copytree(DEMO, tmp_path / "demo") / "gradloc/events/step000024-epoch0-mini0"
+    monkeypatch.chdir(event)
+    assert main(["mismatch", "."]) == 0
+    said = capsys.readouterr()
+    assert "144 tokens count, and a verdict needs 200" in said.err and "Judged from 32 rows" in said.out
+    assert main(["mismatch", ".", "-o", "x.html"]) == 2 and "add --json" in capsys.readouterr().err
+    assert main(["mismatch", ".", "--json", "-o", "x.json"]) == 0
+    assert json.loads((event / "x.json").read_text())["state"] == "healthy"
+    (tmp_path / "demo" / "metrics.jsonl").write_text('{"step": 1, "data": {"loss": 1.0}}\n')
+    assert main(["mismatch", str(event)]) == 2 and "a verdict needs 200" in capsys.readouterr().err
 
 
 def test_the_command_says_the_kind_and_what_helps(tmp_path, capsys):

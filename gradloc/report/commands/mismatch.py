@@ -2,14 +2,16 @@
 """Say why the log-probs of the rollout engine and of the trainer differ: ``gradloc mismatch PATH``."""
 
 import argparse
+import sys
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 
 from ...explain.numbers import number, percent
-from ...explain.text import capitalized, plural
+from ...explain.text import capitalized, first_of, plural
 from ...mismatch import KINDS, Columns, MismatchError, Verdict, judge
+from ...mismatch.columns import TooFewTokensError
 from ...mismatch.files import read
 from ...mismatch.kinds import NUMBERS, REPOSITORIES
 from .. import output
@@ -25,7 +27,7 @@ EPILOG = """\
 examples:
   gradloc mismatch run/token_exports                     prime-rl, trainer.enable_token_export
   gradloc mismatch logs/exp_001/train_data_step7.jsonl   NeMo-RL
-  gradloc mismatch run/gradloc/events/ID                 an event's bundle
+  gradloc mismatch run/gradloc/events/ID                 an event's bundle; of under 200 tokens, the run's log
   gradloc mismatch columns.csv -o mismatch.html          rollout_log_probs, old_log_probs; a token a line
   gradloc mismatch train.log                             a log of means: how much, not why
 """
@@ -40,26 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output)
+        output.check(args.output, None if args.json else output.HTML)
     if is_event(args.path) and not (args.path / "batch.safetensors").is_file():
         raise ReportError(f"{args.path} was written without a bundle, so its log-probs are not known.")
     try:
         steps = read(args.path)
         if args.step is not None and args.step not in steps:
-            raise ReportError(f"{args.path} has no step {args.step}: there are {', '.join(steps)}.")
+            raise ReportError(f"{args.path} has no step {args.step}: there are {first_of([*steps])}.")
         verdicts = {name: judge(columns) for name, columns in steps.items()}
     except MismatchError as error:
-        is_log = args.output is None and args.path.exists() and not is_event(args.path)
-        means = read_means(args.path) if is_log else None
-        if means is None:
+        is_short, log = isinstance(error, TooFewTokensError), args.path
+        if is_short and is_event(log):
+            log = log.absolute().parents[2]
+        means = None if is_event(log) else read_means(log)
+        if means is None or is_short and not means[1]:
             raise ReportError(str(error)) from None
-        deliver_means(*means, as_json=args.json)
+        if args.output is not None and not args.json:
+            raise ReportError(f"{log} has means alone, and a page shows tokens: leave -o out, or add --json.") from None
+        if is_short:
+            output.say(f"{args.path}: {error} What follows is by the run's log.", sys.stderr)
+        deliver_means(*means, args)
         return 0
     name = args.step or list(steps)[-1]
     verdict = verdicts[name]
     if args.json:
         document = {step: {"name": each.name, **vars(each)} for step, each in verdicts.items()}
-        output.deliver(None, output.as_json(document))
+        output.deliver(args.output, output.as_json(document))
     elif args.output is not None:
         output.deliver(args.output, page(steps[name], verdict))
     else:
@@ -146,30 +154,25 @@ def page(columns: Columns, verdict: Verdict) -> str:
 
 
 def read_means(path: Path) -> tuple[LoggedRun, RunHealth] | None:
-    """Read a log's run and judge its mismatch metrics; None where it is no log.
-
-    Raises:
-        ReportError: where the log has none of these metrics.
-    """
+    """Read a log's run and judge its mismatch metrics; None where it is no log."""
     try:
         run = read_logs([path]).runs[0]
     except (ReportError, OSError):
         return None
     rules = {rule: None for rule in HealthConfig.rule_names() if not rule.startswith("mismatch_")}
-    health = judge_run(run.parts, HealthConfig(**rules))
+    return run, judge_run(run.parts, HealthConfig(**rules))
+
+
+def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -> None:
+    """Print how much the two differ by a log, which cannot say why; raise ReportError where it lacks their metrics."""
     if not health:
         raise ReportError(
-            f"{path.name} is a log without a metric of how rollout and trainer differ (such as rollout_corr/kl): log "
+            f"{run.name} is a log without a metric of how rollout and trainer differ (such as rollout_corr/kl): log "
             "one, or name a file with both log-probs of each token."
         )
-    return run, health
-
-
-def deliver_means(run: LoggedRun, health: RunHealth, as_json: bool) -> None:
-    """Print how much the two differ by a log, which cannot say why."""
-    if as_json:
+    if args.json:
         document = {"run": run.name, "state": health.worst.state, "metrics": health.metrics}
-        output.deliver(None, output.as_json(document | {"findings": health.findings}))
+        output.deliver(args.output, output.as_json(document | {"findings": health.findings}))
         return
     console = terminal.console()
     verdict = "No rule finds fault with how much the two differ."

@@ -36,7 +36,7 @@ RECORDS = ("meta", "event")
 
 def is_event(folder: Path) -> bool:
     """Return whether this is the folder of one event."""
-    return folder.parent.name == "events" and any((folder / f"{name}.json").is_file() for name in RECORDS)
+    return folder.absolute().parent.name == "events" and any((folder / f"{name}.json").is_file() for name in RECORDS)
 
 
 LISTED = (

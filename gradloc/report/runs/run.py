@@ -210,8 +210,10 @@ def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None, pattern
 
 def _one_event(folder: Path, metrics_path: Path | None, metric: str | None) -> RunFolder:
     """Read the run of an event's folder, with that event alone."""
-    run = read_run(folder.parent.parent, metrics_path, metric)
-    named = [at for at, row in enumerate(run.events.rows) if row.folder and Path(row.folder).name == folder.name]
+    run = read_run(folder.absolute().parent.parent, metrics_path, metric)
+    named = [
+        at for at, row in enumerate(run.events.rows) if row.folder and Path(row.folder).name == folder.absolute().name
+    ]
     run.events = Events(run.events[at] for at in named)
     if not run.events:
         raise ReportError(
