@@ -116,6 +116,10 @@ def read_among(settings: type[S], config: Any) -> S:
     return settings(**given)
 
 
+_SHOWN = 12
+"""Names that a refusal lists."""
+
+
 def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse names that the block of settings at ``key`` does not have.
 
@@ -126,7 +130,8 @@ def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {key}.{close[0]}?" if close else f"there are {', '.join(known)}."
+            more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+            hint = f"did you mean {key}.{close[0]}?" if close else f"there are {', '.join(known[:_SHOWN])}{more}."
             raise ValueError(f"unknown setting {key}.{name}: {hint}")
 
 

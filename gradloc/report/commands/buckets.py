@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from ...explain.text import first_of
 from .. import output
 from ..errors import ReportError
 from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
@@ -75,7 +76,7 @@ def chosen(analyses: dict[int, Any], steps: list[int] | None) -> list[Any]:
     """Return the analyses of these steps, or of all; raise ReportError where a step was not analysed."""
     for step in steps or ():
         if step not in analyses:
-            raise ReportError(f"step {step} was not analysed: there are {', '.join(map(str, analyses))}.")
+            raise ReportError(f"step {step} was not analysed: there are {first_of([*map(str, analyses)])}.")
     return [analyses[step] for step in steps or analyses]
 
 

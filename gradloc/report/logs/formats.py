@@ -171,11 +171,11 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         if recordings:
             return recordings
         notes += source.notes
-    unknown = "is no text, and no tracker's file that is known" if first.coding is None else ""
-    what = next((what for begins, what in _KINDS if re.match(begins, first.head[:4096], re.M | re.I)), unknown)
-    what = f"; it {what}" if what else ""
+    if kind := next((kind for begins, kind in _KINDS if re.match(begins, first.head[:4096], re.M | re.I)), ""):
+        raise ReportError(" ".join([f"{name} has no metrics that can be read; it {kind}: name the run's log.", *notes]))
+    unknown = "; it is no text, and no tracker's file that is known" if first.coding is None else ""
     refusal = (
-        f"{name} has no metrics that can be read{what}. What can be read: {KNOWN}; lines of another form by "
+        f"{name} has no metrics that can be read{unknown}. What can be read: {KNOWN}; lines of another form by "
         "--pattern 'step (?P<step>\\d+).*norm (?P<value>\\S+)'."
     )
     raise ReportError(" ".join([refusal, *notes]))

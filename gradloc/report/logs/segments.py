@@ -19,7 +19,7 @@ from typing import Any
 from ...explain.advice import in_verls_names
 from ...explain.text import plural
 from ...record.files import NAME
-from ..errors import ReportError
+from ..errors import ReportError, did_you_mean
 from .names import canonical, is_norm, is_training_loss, listed, norm_of
 from .recording import MAX, MEAN, OF_WATCH, Metrics, Recording, Row, build
 
@@ -150,8 +150,8 @@ def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) ->
     for run in runs:
         _use_known_names(run, metric)
     if metric is not None and not any(MEAN in part.series for run in runs for part in run.parts):
-        there = listed(sorted(own))
-        raise ReportError(f"{runs[0].name} has no metric {metric}: name one with --metric; there is {there}.")
+        guess = did_you_mean(metric, own) or f": name one with --metric; there is {listed(sorted(own))}."
+        raise ReportError(f"{runs[0].name} has no metric {metric}{guess}")
     return runs
 
 
