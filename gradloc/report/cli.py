@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["show"]:
         words[0] = "report"
     name = words.pop(0) if words and words[0] in COMMANDS else "report"
-    module = importlib.import_module(f".commands.{name}", __package__)
     try:
+        module = importlib.import_module(f".commands.{name}", __package__)
         args = _parse(name, module, words)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="replace")  # a terminal may not know every token's characters

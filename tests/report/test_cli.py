@@ -77,12 +77,20 @@ def test_the_completion_on_the_report_s_page_knows_every_command():
     assert {*line.split()} == named
 
 
+def test_the_demo_s_page_is_as_small_as_the_report_s_page_says():
+    (most,) = re.findall(
+        r"a page of one event takes [\d.]+ s and under (\d+) kB", (REPO / "docs/report.md").read_text()
+    )
+    assert int(most) / 2 < (REPO / "examples" / "report.html").stat().st_size / 1000 < int(most)
+
+
 def test_notes_go_to_standard_error(folder, capsys):
     path = folder / "gradloc" / "events.jsonl"
     path.write_bytes(path.read_bytes()[:-50])
-    assert main([str(folder), "--format", "csv"]) == 0
-    captured = capsys.readouterr()
-    assert "is cut off and was left out" in captured.err and "cut off" not in captured.out
+    for words in (["--format", "csv"], ["--list"], []):
+        assert main([str(folder), *words]) == 0
+        captured = capsys.readouterr()
+        assert "is cut off and was left out" in captured.err and "cut off" not in captured.out
 
 
 @pytest.mark.parametrize(
@@ -99,6 +107,8 @@ def test_notes_go_to_standard_error(folder, capsys):
         ("show run --fromat=md", "report does not take --fromat=md: did you mean --format?"),
         ("compare run run run", "compare does not take run."),
         ("watch run --serve --port 99999", "--port must be from 0 to 65535, found 99999."),
+        ("watch run --serve --once", "--once prints once and ends, --serve goes on: give one of them."),
+        ("run/metrics.jsonl --list", "is a log, and --list names the events that GradLoc wrote: leave it out."),
         ("run -o .", "-o names the file to write"),
         ("run -o no/report.html", "Make it with: mkdir -p no"),
     ],

@@ -100,6 +100,7 @@ def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, capsys):
     assert main(["cure", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "No setting was measured (1 event): none of the trainer's settings could be tried." in said
+    assert main(["cure", str(tmp_path), "--json"]) == 0 and json.loads(capsys.readouterr().out)["measured"] == 0
 
 
 @pytest.mark.parametrize(
@@ -133,4 +134,4 @@ def test_a_loop_s_cures_are_not_measured_for_a_reason_of_its_own(tmp_path, capsy
 def test_last_rows_that_are_empty_are_said(tmp_path, capsys):
     (tmp_path / "a.csv").write_text("step,loss,grad_norm\n1,1.0,0.5\n2,0.9,0.4\n3,,\n4,,\n5,,\n")
     main([str(tmp_path / "a.csv")])
-    assert "The last 3 rows of a.csv are empty, as pandas writes NaN." in " ".join(capsys.readouterr().out.split())
+    assert "The last 3 rows of a.csv are empty, as pandas writes NaN." in capsys.readouterr().err

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     folder = read_run(args.path, None, None)
     if not folder.events:
         raise ReportError(f"{args.path} has no event: cure counts what healed a run's events; name a run with some.")
-    measured = [event for event in folder.events if event.cures is not None]
+    measured = [event for event in folder.events if event.cures]
     if args.json:
         keys = ("setting", "heals", "does_not")
         rows = [dict(zip(keys, row, strict=True)) for row in tally(measured)]
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         why = "gradloc.search.max_cures was 0, or an older version wrote them"
         if folder.trainer == "loop":
             why = "gradloc.Watch does not know how a loop makes its loss"
-        elif measured:
+        elif any(event.cures is not None for event in folder.events):
             why = "none of the trainer's settings could be tried"
         _print_advice(folder, why)
         return 0

@@ -48,21 +48,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         folder = read_logs(args.paths, args.metric, pattern=args.pattern)
     events = Events(map(folder.find, args.event)) if args.event else folder.events
+    if args.list and folder.events_root is None:
+        raise ReportError(f"{folder.path} is a log, and --list names the events that GradLoc wrote: leave it out.")
+    if args.format == "csv" and not events:
+        raise ReportError(f"{folder.path} has no event, and --format csv writes one line for each: use --json.")
     if args.list:
         for row in events.rows:
             output.say(row.event_id)
-    elif args.format == "csv" and not events:
-        raise ReportError(f"{folder.path} has no event, and --format csv writes one line for each: use --json.")
     elif args.format or args.output:
         write = exports.FORMATS[args.format] if args.format else page.render
         output.deliver(args.output, write(folder, events))
-        terminal.warn(folder.notes)
         if not args.format:
             output.say(f"Open it in a browser: {args.output.resolve().as_uri()}", sys.stderr)
     elif folder.events_root is None:
         terminal.diagnosis(folder)
     else:
         terminal.summary(folder, events)
+    terminal.warn(folder.notes)
     return _code(folder, args.fail_on)
 
 

@@ -225,7 +225,7 @@ EPILOG = """\
 examples:
   gradloc watch runs/demo-1                 norm, threshold, health and the last events, as they come
   gradloc watch runs/demo-1 --serve         the page, on http://127.0.0.1:8321/
-  ssh -L 8321:127.0.0.1:8321 CLUSTER               then open it at home
+  ssh -L 8321:127.0.0.1:8321 CLUSTER        then open it at home
 """
 
 
@@ -245,6 +245,8 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
     if args.json and not args.once:
         raise ReportError("--json goes with --once: a view that goes on is no document.")
+    if args.once and args.serve:
+        raise ReportError("--once prints once and ends, --serve goes on: give one of them.")
     if not 0 <= args.port < 1 << 16:
         raise ReportError(f"--port must be from 0 to 65535, found {args.port}.")
     follower, console = Follower(args.run_dir, args.metrics, args.metric, args.pattern), terminal.console()

@@ -94,8 +94,6 @@ def summary(run: RunFolder, events: Events) -> None:
             f"{len(run.metrics.steps)} steps in {run.metrics.source}: "
             f"median gradient norm {number(median(norms))}, largest {number(max(norms))}."
         )
-    for note in run.notes:
-        out.print(visible(note), style="yellow")
     _print_next(out, steps)
 
 
@@ -214,7 +212,7 @@ def diagnosis(folder: RunFolder) -> None:
         for finding in health.findings[:1]:
             out.print(f"  {finding.worst.name}, step {finding.worst_step}: {finding.worst.sentence}", style="dim")
     out.print(visible(first.ground), style="dim")
-    for note in [*first.limits, *folder.notes]:
+    for note in first.limits:
         out.print(visible(note), style="yellow")
     if others:
         out.print()
