@@ -90,6 +90,8 @@ def test_a_run_of_trl_is_told_and_refused_as_its_trainer_would(trl, shown, capsy
     assert told["model"].startswith("0.5B: 0.5B weights on 8 GPUs, one replica over 1; 8 micro-batches of 1,536 tokens")
     assert told["action"].startswith("mask") and told["written"].startswith("/runs/x/gradloc on the driver")
     assert list(lines(shown("check", trl(gradloc="off")))) == ["refused", "on"]
+    unknown = lines(shown("check", trl(lerning_rate=1e-6), "num_generation=4"))["unknown"]
+    assert unknown == "lerning_rate: did you mean learning_rate?; num_generation: did you mean num_generations?"
     for wrong, said in (
         ({"torch_compile": True}, "torch_compile must be false"),
         ({"deepspeed": "zero3.json"}, "accelerate's distributed type must be one process, DDP or FSDP2"),
@@ -126,6 +128,7 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
         (["ANCHORS"], "is no YAML or JSON of settings by name"),
         (["LARGE"], "is no run's config: it is larger than 0.2 MB"),
         (["TRL", "--gpus", "0"], "must be positive numbers"),
+        (["trainer.nnodes=2", "--gpus", "8"], "--gpus is for TRL's arguments"),
         (["TRL", "torch_compile"], "an override must be KEY=VALUE, found torch_compile"),
         (["TRL", "gradloc={"], "is no YAML"),
         (["TRL", "per_device_train_batch_size=abc"], "missing, 0 or no number"),
@@ -186,6 +189,9 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
     assert lines(shown("check", "trainer.nnodes=2", columns=1000))["on"] == "nothing"
+    said = lines(shown("check", "+gradloc=mask", "--model", "7B", "--seconds", "9", columns=1000))
+    assert said["action"].startswith("mask") and "ppo_micro_batch_size_per_gpu must be set" in said["memory"]
+    assert "written" in said
     (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
     assert "verl is not installed" in refused("check", tmp_path / "run.yaml")
     (tmp_path / "run.sh").write_text("#!/bin/sh\necho hello\n")

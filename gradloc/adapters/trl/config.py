@@ -8,7 +8,8 @@ where it only has to be there.
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,16 @@ ARGUMENTS = frozenset(
     """.split()
 )
 """Arguments of TRL's scripts, by which a file is known as theirs; not all of them."""
+
+
+def misspelt(names: Iterable[str]) -> list[str]:
+    """Return a question for each name that is nearly that of an argument, but not one.
+
+    >>> misspelt(["lerning_rate", "learning_rate", "num_generations_eval"])
+    ['lerning_rate: did you mean learning_rate?']
+    """
+    near = {name: get_close_matches(str(name), ARGUMENTS - {name}, n=1, cutoff=0.88) for name in names}
+    return [f"{name}: did you mean {near[name][0]}?" for name in near if near[name] and name not in ARGUMENTS]
 
 
 def plan_of(given: Mapping[str, Any], gpus: int, on_host: int) -> Plan:

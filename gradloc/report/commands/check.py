@@ -31,7 +31,7 @@ examples:
   gradloc check run.yaml                              a config that a run has written, or one with defaults
   gradloc check run.sh                                a script with verl's overrides; verl need not be there
   gradloc check mine.yaml +gradloc=on trainer.nnodes=8  with overrides, as main_ppo takes them
-  gradloc check +gradloc=mask trainer.nnodes=8        verl's own config with these
+  gradloc check +gradloc=on actor_rollout_ref.actor.use_dynamic_bsz=true  verl's own config with these
   gradloc check grpo.yaml --gpus 8 --model 7B         TRL's arguments, YAML or JSON
 """
 _PLACEMENTS = (
@@ -71,9 +71,12 @@ class Checked(NamedTuple):
     """Features that are on, by the setting that switches each on."""
     refusal: str
     """Sentence of the refusal at start; empty where there is none."""
-    plan: Plan | None
+    plan: Plan | str | None
+    """The layout and the load, or why they are not known; None where it is refused."""
     unchecked: str = ""
     """Why a refusal could not be checked; empty where it could."""
+    unknown: str = ""
+    """Settings that are probably misspelt."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
     except (ValueError, *_WRONG_KINDS) as error:
         raise ReportError(f"the config has a setting that is missing, 0 or no number ({error}).") from None
+    if args.gpus is not None and checked.trainer != "TRL":
+        raise ReportError("--gpus is for TRL's arguments: verl's are trainer.nnodes and trainer.n_gpus_per_node.")
     rows = [("refused", checked.refusal or checked.unchecked or "GradLoc refuses nothing")]
+    rows += [("unknown", checked.unknown)] * bool(checked.unknown)
     if not checked.refusal:
         rows.append(("on", ", ".join(checked.features) or "nothing"))
         if checked.settings is not None and checked.settings.enable and checked.plan is not None:
@@ -232,15 +238,15 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     why = "not known, as verl is not installed here; the names of GradLoc's settings are right"
     try:
         plan = plan_of(config)
-    except (ValueError, *_WRONG_KINDS):  # batch sizes that only verl's defaults say
-        plan = None
+    except (ValueError, *_WRONG_KINDS) as error:  # batch sizes that only verl's defaults say
+        plan = str(error)
     return Checked("verl, by its overrides alone", settings, on, "", plan, why)
 
 
 def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
     import yaml
 
-    from ...adapters.trl.config import ARGUMENTS, health_of, plan_of, refuse, settings_of, setup_in
+    from ...adapters.trl.config import ARGUMENTS, health_of, misspelt, plan_of, refuse, settings_of, setup_in
 
     if not ARGUMENTS & content.keys():
         raise ReportError(f"{path} has no setting of TRL's or verl's: name the run's config.")
@@ -261,17 +267,19 @@ def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus
         return Checked("TRL", None, [], str(error), None)
     plan = plan_of(content, gpus, min(gpus, 8))
     on = ["gradloc"] * (settings is not None) + ["health"] * (health is not None)
-    return Checked("TRL", settings, on, "", plan)
+    return Checked("TRL", settings, on, "", plan, unknown="; ".join(misspelt(content)))
 
 
 # ---- what a search takes
 
 
-def _costs(args: argparse.Namespace, plan: Plan, settings: Any) -> list[tuple[str, str]]:
-    model = _model(args.model or plan.model)
+def _costs(args: argparse.Namespace, plan: Plan | str, settings: Any) -> list[tuple[str, str]]:
     tau = settings.trigger.tau
     trigger = "the trigger adapts" if tau is None else f"the trigger is fixed, tau={tau:g}"
     said = [("action", f"{settings.action.mode}; {trigger}; search {settings.search.strategy}")]
+    if isinstance(plan, str):
+        return [*said, ("memory", f"not known, nor the stall: {plan}")]
+    model = _model(args.model or plan.model)
     if isinstance(model, str):
         said.append(("memory", f"not known: {model}"))
     else:

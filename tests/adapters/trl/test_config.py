@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings by keyword, YAML or command line, and the sentences that refuse wrong ones."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 from unittest import mock
 
@@ -178,3 +179,8 @@ ESTIMATORS = [
 def test_the_record_has_an_estimator_where_the_advantages_are_plainly_its_own(args, estimator):
     assert group_of(SimpleNamespace(num_generations=4, **args)) == {"estimator": estimator, "rollouts": 4}
     assert group_of(SimpleNamespace()) == {}, "no group of rollouts"
+
+
+def test_no_argument_of_trl_s_is_taken_for_a_misspelt_one():
+    made = (GRPOConfig, trl.SFTConfig, trl.DPOConfig, trl.RLOOConfig, trl.ModelConfig, trl.ScriptArguments)
+    assert config.misspelt({field.name for each in made for field in fields(each)}) == []
