@@ -12,6 +12,8 @@ from gradloc.report.commands import COMMANDS
 QUIET = "\n".join(f"step {step} | loss: 2.0 | grad_norm: {0.5 + step % 7 / 100}" for step in range(1, 61)) + "\n"
 SPIKE = QUIET.replace("step 40 | loss: 2.0 | grad_norm: 0.55", "step 40 | loss: 2.0 | grad_norm: 903.0")
 SHORT = "\n".join(QUIET.splitlines()[:3]) + "\n"
+LOST = "".join(f"step {step} | loss: {'nan' if step > 30 else 2.0}\n" for step in range(1, 41))
+RESUMED = LOST + "".join(f"step {step} | loss: 2.0\n" for step in range(26, 81))
 FAST = "\n".join(f"step {step} | speed: 2.0 | reward_std: 0.5" for step in range(1, 61)) + "\n"
 
 
@@ -24,6 +26,7 @@ FAST = "\n".join(f"step {step} | speed: 2.0 | reward_std: 0.5" for step in range
         (SPIKE, [], 0),
         (SPIKE, ["--fail-on", "found"], 1),
         (SPIKE, ["--fail-on", "danger"], 1),
+        (RESUMED, ["--fail-on", "found"], 1),
         (SHORT, [], 2),
         (SHORT, ["--fail-on", "found"], 2),
         (FAST, [], 2),

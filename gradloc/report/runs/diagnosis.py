@@ -295,10 +295,6 @@ def _overwritten(run: LoggedRun) -> list[str]:
         if norms:
             peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]))
             discarded = f"; the part that was discarded peaked at {number(peak, 3)} at step {step}"
-        name, logged = loss_of(segment.metrics)
-        bad = [step for step, loss in logged if step >= lost[0] and not math.isfinite(loss)]
-        if bad:
-            discarded += f"; its {name} was not finite, first at step {bad[0]}"
         made.append(
             f"The run was resumed: {plural(len(lost), 'step')} ({ranges(lost)}) {verb} logged twice{discarded}."
         )
@@ -435,7 +431,8 @@ def _advise_resume(
     if is_sound and worst.kind == "lost":
         return (
             f"No need to go back: such steps were most likely skipped, as fp16's scaler does.{earlier} While each is "
-            "skipped nothing is learned: train in bf16, or log the norm of each layer to see which one is not finite."
+            "skipped nothing is learned: train in bf16 with the weights in fp32, or log each layer's norm to see which "
+            "is not finite."
         ), ""
     if is_sound and len(worst.lost) == len(worst.steps):
         return (

@@ -153,7 +153,15 @@ def interval(metrics: Metrics) -> int:
 def findings(run: LoggedRun) -> list[Sign]:
     """Find what is wrong with a run apart from single norms, the surest first."""
     metrics = run.metrics
-    found = [*_not_finite(run), _reported(run), _skipped(run), _zeroed(run), _vanished(metrics), _height(metrics)]
+    found = [
+        *_not_finite(run),
+        *_overwritten_nan(run),
+        _reported(run),
+        _skipped(run),
+        _zeroed(run),
+        _vanished(metrics),
+        _height(metrics),
+    ]
     found.append(_collapse(metrics) or _loss_spike(metrics) or _blown_up(metrics) or _risen(metrics))
     return [finding for finding in found if finding is not None and finding.kind]
 
@@ -189,11 +197,24 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
             where = f"{_at(lost)}, of {plural(len(logged), 'row')}"
         is_resumed = title == "loss" and before and lost[-1] == logged[-1][0]
         after = next((step for step, _ in logged if step > lost[-1]), None)
+        was += f" and is finite again from step {after} on" if before and after is not None else ""
         advice = (
             "" if before else _repeats(title, begins(run)) if after is None else f"From step {after} on it is finite."
         )
         before_it = before[-1][0] + 1 if is_resumed else None
         yield Sign("unfinite", f"{own} is {number(value)} {where}{was}.", advice, lost[0], before_it)
+
+
+def _overwritten_nan(run: LoggedRun) -> Iterator[Sign]:
+    """Find a loss that was not finite in a part that a resume logged again."""
+    for segment, lost in run.overwritten:
+        name, logged = loss_of(segment.metrics)
+        bad = [step for step, loss in logged if step >= lost[0] and not math.isfinite(loss)]
+        after = next((step for step, _ in run.metrics.known(name) if bad and step >= bad[0]), None)
+        if after is not None:
+            sentence = f"{name} was not finite {_at(bad)}; after a resume it is finite again, from step {after} on."
+            is_past = run.metrics.steps[-1] > bad[-1]
+            yield Sign("unfinite", sentence, f"The resumed run got past step {bad[-1]}: continue." * is_past, bad[0])
 
 
 def _reported(run: LoggedRun) -> Sign | None:
@@ -237,7 +258,8 @@ def _skipped(run: LoggedRun) -> Sign | None:
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
     if all(skip.is_lost for skip in skips):
         sentence = f"{sentence[:-1]}, because the norm was not finite."
-        advice = "Nothing is learned in such a step. If they go on, look at their batches, and train in bf16, not fp16."
+        advice = "Nothing is learned in such a step. If they go on, look at their batches, and train in bf16 with the "
+        advice += "weights in fp32."
         return Sign("skipped", sentence, advice, first)
     if len(at) >= len(run.metrics.steps) > 1:
         advice = (
@@ -277,7 +299,8 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
         is_over = not is_end and number_of >= 10 * skipped
         sentence += f" The trainer counts {plural(int(skipped), 'skipped step')} of {number_of:,}."
     if not is_over:
-        advice = "Train in bf16 where the device has it; else look for what overflows: learning rate, or bad data."
+        advice = "Train in bf16 with the weights in fp32, where the device has it; else look for what overflows: "
+        advice += "learning rate, or bad data."
     return Sign("" if is_over and has_rows else "skipped", sentence, advice, first)
 
 

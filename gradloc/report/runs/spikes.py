@@ -184,6 +184,9 @@ class Explosion:
             parts[0] += f", {number(peak.times, 3)} times normal ({number(peak.typical, 3)})"
         if self.first != peak.step:
             parts.append(f"It began at step {self.first}")
+        norms = self.segment.metrics.logged(self.segment.metrics.norm or MEAN)
+        after = next((step for step, _ in norms if step > self.steps[-1].step), None)
+        again = "" if after is None else f"finite again from step {after} on"
         if self.kind == "lost":
             count = plural(len(self.lost), "step")
             parts.append(f"No norm is finite from step {self.lost[0]} on, to the end of the log ({count})")
@@ -191,7 +194,10 @@ class Explosion:
             verb = "was" if len(self.lost) == 1 else "were"
             parts.append(f"The norm {verb} not finite at {ranges(self.lost)}".replace("norm were", "norms were"))
         elif len(self.lost) > 1:
-            parts.append(f"It stayed so for {plural(len(self.lost), 'step')} ({ranges(self.lost)})")
+            stayed = f"It stayed so for {plural(len(self.lost), 'step')} ({ranges(self.lost)})"
+            parts.append(f"{stayed}, and is {again}" if again else stayed)
+        elif self.lost and again:
+            parts.append(f"It is {again}")
         if self.level is not None:
             parts.append(f"The norm stayed high: {number(self.level, 3)} in the median of the steps after it")
         return f"{'. '.join(parts)}."
