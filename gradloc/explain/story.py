@@ -287,15 +287,13 @@ def what_was_taken(event: Event, clip: float | None = None) -> str:
         return f"The optimizer took the step unchanged: its norm is within the clip limit of {number(clip, 3)}."
     share = carried(event, event.culprits) if _is_part(event) else None
     whose = f"that {span_of(event, event.culprits[0].span)}'s" if len(event.culprits) == 1 else "theirs"
-    took = (
-        f"; after clipping, {share} of the update was {whose}" if share is not None else ", and the optimizer took it"
-    )
-    said = f"Clipping to {number(clip, 3)} scaled the whole step to 1/{number(norm / clip, 3)}{took}."
+    took = f"; {share} of the clipped update was {whose}" if share is not None else ", and the optimizer took it"
+    said = f"Clipping to {number(clip, 3)} divided the whole step by {number(norm / clip, 3)}{took}."
     if not after or event.certificate.verdict != "explained":
         return said
     healthy = consequence.healthy_norm if consequence else None
     kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
-    return f"{said} Clipping shrank the healthy gradient to {percent(kept, 2)}."
+    return f"{said} That left {percent(kept, 2)} of the healthy gradient."
 
 
 # ---- the verdict, a few sentences for a reader who has never seen an event

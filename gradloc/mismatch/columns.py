@@ -116,7 +116,7 @@ def columns(
 def _check(made: Columns) -> None:
     if len(made) < FEW:
         raise TooFewTokensError(
-            f"{len(made)} tokens count, and a verdict needs {FEW}: give more rows, or look at the mask."
+            f"The mask leaves {len(made)} tokens, and a verdict needs {FEW}: give more rows, or check the mask."
         )
     for name, column in (("rollout engine", made.rollout), ("trainer", made.trainer)):
         known = column[np.isfinite(column)]

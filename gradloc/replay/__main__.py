@@ -129,7 +129,7 @@ def render(record: dict[str, Any]) -> str:
         f"weights      {record['weights']['sentence']}",
         f"norm         {norms}, threshold {_figure(record['threshold'])}",
         f"search       {search['strategy']}: {counts}; {search['stop_reason']}",
-        f"certificate  {certificate['verdict']}: {after} without the culprits; {certificate['reason']}",
+        f"certificate  {certificate['verdict']}; norm {after} without the culprits; {certificate['reason']}",
     ]
     for row in culprits:
         lines.append(f"culprit      {_place(row)}, {row['span']}: {_said(row['replay'])}; event: {_said(row['event'])}")

@@ -36,7 +36,7 @@ def run_of(tmp_path):
 
 def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(run_of, shown):
     out = shown("health", run_of("spiking"))
-    assert "Step 24, the last: healthy. 1 of 24 steps was not healthy; the worst state" in out
+    assert "1 of 24 steps was not healthy: step 20 (danger). At the last step, 24: healthy." in out
     assert "step      1  ···················X····" in out
     assert "X gradient_jump  danger at step 20" in out
     assert "119 times its own median of 1.03 (limit 100 times)" in out
@@ -101,7 +101,7 @@ def test_a_wrong_option_is_refused_with_a_sentence(run_of, refused, options, sen
 
 
 def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run_of, tmp_path, refused):
-    assert "has no gradient norm" in refused("health", run_of([(1, {"val-core/acc": 0.5})]))
+    assert "logs no gradient norm" in refused("health", run_of([(1, {"val-core/acc": 0.5})]))
     told = "does not exist: name a run's log, or the folder that holds it."
     assert told in refused("health", tmp_path / "nowhere")
     events = write_run(tmp_path / "events", [make_event()])
@@ -177,7 +177,7 @@ def test_the_page_has_a_strip_with_reasons_and_the_same_in_text_and_without_metr
     notes = [note for _, _, _, note in bands if note]
     assert any(note.startswith("Steps 18-19: danger. no_gradient: ") for note in notes)
     assert len(notes) >= 7 and {state for _, _, state, _ in bands} == {"healthy", "warning", "danger"}
-    assert "Step 30, the last: danger. 23 of 30 steps were not healthy" in text
+    assert "23 of 30 steps were not healthy" in text
     assert "<code>data.max_response_length=4096</code>" in text
     text = page_of(write_run(tmp_path / "events", [make_event()]))
     assert '"bands":[]' in text and "The run's health" not in text

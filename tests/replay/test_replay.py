@@ -62,7 +62,7 @@ def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says
     assert done["code"] == 0
     assert "2 micro-batches (a part of the step; only its gradient is replayed)" in done["out"]
     assert done["out"].endswith("The same culprits as in the event.\n")
-    assert re.search(r"certificate  explained: [\d.]+ \(within [\d.e-]+\) without the culprits;", done["out"])
+    assert re.search(r"certificate  explained; norm [\d.]+ \(within [\d.e-]+\) without the culprits;", done["out"])
     (culprit,) = done["record"]["culprits"]
     assert (culprit["rank"], culprit["positions"]) == (0, [3])
     assert culprit["replay"]["grad_norm"] == pytest.approx(culprit["event"]["grad_norm"], rel=1e-5)
@@ -138,7 +138,7 @@ def test_the_oracle_agrees_and_counts_what_a_search_missed(bundle, models, repla
     oracle, (culprit,) = record["oracle"], record["culprits"]
     assert (oracle["recall"], oracle["false_positives"], oracle["missed"]) == (1.0, [], [])
     record["certificate"].update(norm_after="NaN", error_bound="Infinity")  # as JSON spells them
-    assert "explained: NaN without the culprits;" in render(record)
+    assert "explained; norm NaN without the culprits;" in render(record)
     top = oracle["top"][0]
     assert top["is_named"] and top["positions"] == [3]
     assert top["grad_norm"] == pytest.approx(culprit["replay"]["grad_norm"], rel=1e-6)

@@ -185,7 +185,9 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     (tmp_path / "run.sh").write_text(SCRIPT)
     said = lines(shown("check", tmp_path / "run.sh", columns=1000))
     assert said["on"] == f"{ACTOR}.gradloc.enable" and said["model"].startswith("7B: 7.6B weights on 32 GPUs")
-    assert " s at most" in said["stall"] and said["refused"].startswith("not known, as verl is not installed here")
+    assert " s at most" in said["stall"] and said["refused"].startswith(
+        "not checked, because verl is not installed here"
+    )
     assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
     assert lines(shown("check", "trainer.nnodes=2", columns=1000))["on"] == "nothing"

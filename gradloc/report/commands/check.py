@@ -235,7 +235,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
         return Checked("verl", None, [], str(error), None)
     switched = {"actor_rollout_ref.actor.gradloc.enable": settings.enable, "trainer.health.enable": health}
     on = [key for key, is_on in switched.items() if is_on]
-    why = "not known, as verl is not installed here; the names of GradLoc's settings are right"
+    why = "not checked, because verl is not installed here; the names of GradLoc's settings are right"
     try:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS) as error:  # batch sizes that only verl's defaults say
@@ -294,9 +294,8 @@ def _costs(args: argparse.Namespace, plan: Plan | str, settings: Any) -> list[tu
     seconds, about = args.seconds, ""
     if seconds is None and not isinstance(model, str) and said[-1][0] != "memory":
         seconds = _update_seconds(model, plan)
-        about = (
-            f" (an update taken as {seconds:,.0f} s: {PEAK / 1e12:.0f} TFLOP/s at {EFFICIENCY:.0%}; --seconds says it)"
-        )
+        speed = f"{PEAK / 1e12:.0f} TFLOP/s at {EFFICIENCY:.0%}"
+        about = f" (an update is assumed to take {seconds:,.0f} s, by {speed}; --seconds sets it)"
     return [*said, ("stall", _stall(plan, settings, seconds) + about)]
 
 
@@ -331,7 +330,7 @@ def _model(name: str) -> Model | str:
 def _memory(model: Model, plan: Plan, memory: Forecast, card: float) -> list[tuple[str, str]]:
     """Describe the memory that training takes, and a search under each plan."""
     chosen, layout = memory.plan_for(card), plan.layout
-    fits = "" if memory.trained <= card else ", and does not fit"
+    fits = "" if memory.trained <= card else ": it does not fit"
     said = [
         (
             "model",
@@ -367,7 +366,7 @@ def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
     return (
         f"{plural(searches, 'search')} in an update of {plural(plan.optimizer_steps, 'optimizer step')}, "
         f"each of {limit.most:,.0f} forwards of a micro-batch at most (search.max_steps={settings.search.max_steps:g})"
-        f"{time}; ranks meet at every pass"
+        f"{time}; all ranks take part in each forward"
     )
 
 

@@ -175,7 +175,7 @@ def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -
         output.deliver(args.output, output.as_json(document | {"findings": health.findings}))
         return
     console = terminal.console()
-    verdict = "No rule finds fault with how much the two differ."
+    verdict = "The two differ by no more than the rules allow."
     if health.findings:
         verdict = health.findings[0].worst.sentence
     console.print(f"{run.name}: {verdict}", style="bold")

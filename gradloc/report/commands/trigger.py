@@ -130,7 +130,7 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics.own_norm):
         console.print(line)
     early = [step for step in judged if step.is_early]
-    also = f"; {plural(len(early), 'step')} of the warm-up, drawn too, by its size alone" if early else ""
+    also = f"; {plural(len(early), 'step')} of the warm-up is marked for its size alone" if early else ""
     share = percent(len(spikes) / len(judged))
     console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({share}){also}.")
     own = dict(diagnosis.run.metrics.known(THRESHOLD))

@@ -43,6 +43,8 @@ _LABEL = re.compile(r"(?<!\S)\d{1,6}\|(\d{1,12})\|(?=[a-z])", re.IGNORECASE)
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
+_MODULE = re.compile(r"\s*\d+ *\| *\w+ *\| *\w+ *\| *[\d.]+ *[KMB]?\s*(?:\||$)")
+"""A row of Lightning's summary of a model: ``5 | criterion | CrossEntropyLoss | 0``."""
 _OF_TOTAL = re.compile(r"\s*/\s*(\d{1,15})")
 _EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})", re.IGNORECASE)
 NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
@@ -349,6 +351,8 @@ class Printed(Grammar):
         """Return a bar's counts; of lines before the first bar as far apart as the next ones. Empty where not known."""
         known = [count for count in counts if count is not None]
         num_before = len(counts) - len(known)
+        if len(known) > 1 and known[0] == 0:  # no step is 0: each bar was drawn before the step that is printed
+            known = [count + known[1] for count in known]
         if not known or not num_before:
             return known
         drawn_after = self._first.get(total, known[0])  # the bar is drawn again below a printed line
@@ -405,7 +409,8 @@ class Headed(Grammar):
         """The epoch of the last headline that says one with its step."""
         self._path: list[tuple[int, str]] = []
         """The names, with their indents, that a line of YAML is below."""
-        self._is_fresh = False
+        self._below: set[str] = set()
+        """The names of the values that have come since the last headline."""
 
     @property
     def is_by_step(self) -> bool:
@@ -423,7 +428,8 @@ class Headed(Grammar):
 
     def _begin(self, step: int, word: str, line: str) -> None:
         epoch = _EPOCH.search(line) if word == "" else None
-        self.step, self._word, self._is_fresh = step, word, True
+        self.step, self._word = step, word
+        self._below = set()
         self._more = {"epoch": float(epoch[1])} if epoch else {}
 
     def take(self, line: str, process: str) -> bool:
@@ -439,10 +445,12 @@ class Headed(Grammar):
         cells = {name: as_float(value) for name, value in _CELL.findall(line)}
         values = cells or self._named(line) or pairs(line)
         if cells or wanted(values):
-            is_own = not self.is_by_step and "epoch" in values  # it says its epoch itself
-            values |= self._more if self._is_fresh else {}
+            is_own = not self.is_by_step and (
+                "epoch" in values or _EPOCH.match(line.strip())
+            )  # it says its epoch itself
+            values |= {} if self._below else self._more
             if not is_own:
-                self._below(process, values)
+                self._add_below(process, values)
             return bool(cells)  # else these may be no headlines: another grammar may know the line's own step
         rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(_RAY.sub("", line)) else []
         if rows and rows[-1][0] == self.step:
@@ -458,16 +466,16 @@ class Headed(Grammar):
             self._begin(int(head[1]), "", line)
         return False
 
-    def _below(self, process: str, values: dict[str, float]) -> None:
+    def _add_below(self, process: str, values: dict[str, float]) -> None:
         """Adds what a line below a headline says."""
         rows = self.rows[process]
-        if rows and rows[-1][0] == self.step and not self._is_fresh and rows[-1][1].items() >= values.items():
-            return  # another rank's
-        if rows and rows[-1][0] == self.step and values.keys().isdisjoint(rows[-1][1]):
-            rows[-1][1].update(values)
+        if rows and rows[-1][0] == self.step:
+            self.num_again += not self._below.isdisjoint(values) and not rows[-1][1].items() >= values.items()
+            self._below.update(values)
+            rows[-1][1].update(values)  # NeMo-RL prints the reward of a validation before the step's own
             return
-        self.num_again += not self._is_fresh
-        self._is_fresh = False
+        self.num_again += bool(self._below)
+        self._below.update(values)
         self.add(process, self.step, values)
 
     def _named(self, line: str) -> dict[str, float]:
@@ -536,6 +544,8 @@ class Labelled(Grammar):
     def _take(self, line: str, process: str) -> bool:
         if line[:1].isdecimal() and (row := _SPLIT.fullmatch(line)):
             return self.add(process, int(row[1]), {f"{row[2]} loss": as_float(row[3])})
+        if "|" in line and _MODULE.match(line):
+            return False
         is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))
         if is_bar:
             line = _BAR.sub(" ", line)
@@ -572,6 +582,8 @@ class Labelled(Grammar):
         else:
             if epoch := _EPOCH.search(line, 0, head.start()):
                 values.setdefault("epoch", float(epoch[1]))
+            if head.re is _LABEL:
+                values.setdefault("epoch", float(head[0].partition("|")[0]))
             total = _OF_TOTAL.match(line, head.end(head.lastindex))
             if total and self._epoch is not None:
                 values.setdefault("epoch", self._epoch)

@@ -33,7 +33,7 @@ from .grammars import (
     Printed,
 )
 from .guessed import Guessed
-from .names import is_norm, leaves, listed, number, step_of
+from .names import is_norm, leaves, listed, may_lack_digits, number, step_of
 from .pairs import NUMBER, SYMBOL, as_float, pairs, wanted
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Skip, flat
@@ -407,19 +407,14 @@ def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int)
     return notes
 
 
-_DECIMALS = re.compile(r"\d\.(\d+)(?:[eE][-+]\d\d)?\s*$")
-
-
 def _drop_cut_value(grammar: Grammar, last: str) -> list[str]:
     """Drop the last value of a file that ends within a line, which may lack digits: 90 of 903."""
     *before, (step, values) = grammar.rows[_stripped(last)[1]]
     name = next((name for name in reversed([*pairs(last)]) if name in values), next(reversed(values), None))
     if name is None or last.rstrip().endswith((")", "]")) or not math.isfinite(values[name]):
         return []
-    decimals = [len(repr(row[name]).partition(".")[2]) for _, row in before[-20:] if name in row]
-    ends = _DECIMALS.search(last)
-    if ends and len(decimals) > 2 and 8 > len(ends[1]) >= max(decimals):
-        return []  # as many as the others have; of more an exponent may follow
+    if not may_lack_digits(last, [repr(row[name]) for _, row in before[-20:] if name in row]):
+        return []
     del values[name]
     return [f"The last line is cut off: {name} of step {step} may lack digits and was left out."]
 

@@ -2,7 +2,7 @@
 """Numbers as logs spell them, and what trainers call the metrics that the rules know by verl's names."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from sys import intern
 from typing import Any
@@ -65,6 +65,7 @@ _WRAPPED = re.compile(
     r"(?:\s*\])?(?(call)(?:,[^()]*)?\)?|(?:/[^()]*)?)\s*(?:(?:%|m?s|it/s|tokens/s|GiB|GB|x)\s*)?",
     re.IGNORECASE,
 )
+_DECIMALS = re.compile(r"\d\.(\d+)(?:[eE][-+]\d\d)?\s*$")
 _LONGEST_NUMBER = 200
 """Characters of a number that is spelled as a call, with a unit or a total."""
 _NORM = re.compile(
@@ -101,6 +102,17 @@ def number(text: Any, is_decimal_comma: bool = False) -> float | None:
         is_short = isinstance(text, str) and len(text) <= _LONGEST_NUMBER
         wrapped = _WRAPPED.fullmatch(text) if is_short else None
         return float(wrapped["value"].replace(",", "")) if wrapped else None
+
+
+def may_lack_digits(text: str, above: Sequence[str]) -> bool:
+    """Return whether the number at the end of a text that stops there may go on, by the same metric's numbers above.
+
+    >>> may_lack_digits("0.481", ["0.402", "0.377", "0.9"]), may_lack_digits("90", ["0.402", "0.377", "0.9"])
+    (False, True)
+    """
+    decimals = [len(number.strip().partition(".")[2]) for number in above]
+    ends = _DECIMALS.search(text)  # of more decimals than eight an exponent may follow
+    return not (ends and len(decimals) > 2 and 8 > len(ends[1]) >= max(decimals))
 
 
 def numbers(data: Mapping[Any, Any], prefix: str = "", made: dict[str, float] | None = None) -> dict[str, float]:

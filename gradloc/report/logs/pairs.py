@@ -46,12 +46,15 @@ _SUBJECT = re.compile(r"\s*([A-Za-z][\w ]{0,40}):\s+(?=[a-z]+[=:])")
 """What the statistics on a line are of: ``Reward: mean=0.5, std=0.1``."""
 _PLACE = re.compile(r"[\w/-]+(?:\.\w+)+:\d{1,5}")
 """Where a line was printed: ``data.py:31``, ``yolox.core.trainer:253``."""
-_UNIT = re.compile(r"^(?:[KMGkmg]i?[Bb] |m?s |[a-z]+/s(?:ec|tep)? |s/[a-z]+ |(?:[A-Z]?\d+/\d+ )+)(?=\S)")
-"""At the beginning of a name, a unit of the value before, or counts as ``E2/10 B50/500``."""
+_BEFORE = re.compile(
+    r"^(?:with (?=loss|grad|norm)|[KMGkmg]i?[Bb] |m?s |[a-z]+/s(?:ec|tep)? |s/[a-z]+ |(?:[A-Z]?\d+/\d+ )+)(?=\S)"
+)
+"""At the beginning of a name, a unit of the value before, counts as ``E2/10 B50/500``, or a word that joins it."""
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
 OF_TRAINING = re.compile(
-    r"loss|\bl_[a-z]|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity", re.IGNORECASE
+    r"(?<!min_)loss(?!_scale_window)|\bl_[a-z]|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity|\bppl\b",
+    re.IGNORECASE,
 )
 """Names of what training is about."""
 _LONGEST = 1000
@@ -111,7 +114,7 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
             name = name.rpartition("(")[2]
         elif name.count("(") < name.count(")"):  # behind the value before it, as 0.5 (nan)
             name = name.partition(")")[2]
-        if not _PLACE.fullmatch(f"{name}:{value}") and (name := _UNIT.sub("", name.strip(" |,-("))):
+        if not _PLACE.fullmatch(f"{name}:{value}") and (name := _BEFORE.sub("", name.strip(" |,-("))):
             made[intern(subject[1] + " " + name if subject and name in _STATISTICS else name)] = as_float(value)
     return made | norms
 

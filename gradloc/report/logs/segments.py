@@ -285,7 +285,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     """
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
     counts = Counter(name for _, values in rows[:MANY] for name in values)
-    own = {name: count for name, count in counts.items() if not _is_bookkeeping(name)}
+    own = {name: count for name, count in counts.items() if not is_bookkeeping(name)}
     most = max(own.values(), default=0)
     main = {name for name, count in own.items() if 2 * count > most}
     losses = {name for name in main if is_training_loss(name)}
@@ -344,7 +344,7 @@ class _Stretch:
         if known is not None:
             return (is_folded and step == self._last) or not _clash(known, values)
         # a metric that comes late, such as an evaluation's, is no way back
-        return all(self._latest.get(name, -math.inf) < step for name in values if not _is_bookkeeping(name))
+        return all(self._latest.get(name, -math.inf) < step for name in values if not is_bookkeeping(name))
 
     def begins_anew(self, rows: Sequence[Row]) -> bool:
         """Return whether the first of two rows is the stretch's first one again, and the next is not its next."""
@@ -373,7 +373,7 @@ def _clash(known: dict[str, float], values: dict[str, float]) -> bool:
     return any(
         known[name] != value and not (math.isnan(known[name]) and math.isnan(value))
         for name, value in values.items()
-        if name in known and not _is_bookkeeping(name)
+        if name in known and not is_bookkeeping(name)
     )
 
 
@@ -382,11 +382,12 @@ _EVALUATION = re.compile(r"(?:eval|val|test)", re.IGNORECASE)
 
 @lru_cache(maxsize=4096)
 def _is_evaluations(name: str) -> bool:
-    return _is_bookkeeping(name) or _EVALUATION.match(name) is not None
+    return is_bookkeeping(name) or _EVALUATION.match(name) is not None
 
 
 @lru_cache(maxsize=4096)
-def _is_bookkeeping(name: str) -> bool:
+def is_bookkeeping(name: str) -> bool:
+    """Return whether a metric counts or dates rows, and so says nothing of training."""
     return name.rpartition("/")[2] in _BOOKKEEPING or name.startswith("_")
 
 

@@ -6,6 +6,7 @@ import csv
 import importlib
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -17,7 +18,17 @@ from ...record.files import COLUMNS, DOCUMENT, TAGS, VALUES, columns_of_parquet
 from ..errors import ReportError
 from .grammars import HEADED_BY_STEP
 from .lines import TEXTS, read_lines
-from .names import as_step, is_norm, listed, long_columns, number, numbers, step_name, step_of
+from .names import (
+    as_step,
+    is_norm,
+    listed,
+    long_columns,
+    may_lack_digits,
+    number,
+    numbers,
+    step_name,
+    step_of,
+)
 from .pairs import OF_TRAINING
 from .recording import Recording, gather
 from .source import Source
@@ -62,12 +73,30 @@ def read_table(source: Source) -> list[Recording]:
     lines = (line for line in source.lines() if line.strip() and not line.startswith(("sep=", "# ", "==")))
     first = next(lines, "").lstrip("\ufeff")
     second = next(lines, "")
-    lines = chain([second], lines)
     delimiter = _delimiter([first, second]) or ","
+    lines = _without_cut_value(source, chain([second], lines), delimiter)
     rows: Iterator[list[str]] = map(_words, lines)
     if delimiter != " ":
         rows = _readable(csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
     return read_columns(source, _head(first, delimiter), rows, delimiter)
+
+
+def _without_cut_value(source: Source, lines: Iterator[str], delimiter: str) -> Iterator[str]:
+    """Yield the lines; of a file that ends within one, the last without its last number if that may lack digits."""
+    above = deque[list[str]](maxlen=20)
+    held = next(lines, "")
+    for line in lines:
+        yield held
+        above.append(held.split(delimiter))
+        held = line
+    *cells, last = held.split(delimiter)
+    same = [row[len(cells)] for row in above if len(row) > len(cells) and number(row[len(cells)]) is not None]
+    value = number(last)
+    is_finite = value is not None and math.isfinite(value)
+    if above and is_finite and not source.ends_whole and may_lack_digits(last, same):
+        source.notes.append(f"The last line of {source.name} is cut off: its last number may lack digits, left out.")
+        held = delimiter.join([*cells, ""])
+    yield held
 
 
 def _delimiter(lines: list[str]) -> str | None:

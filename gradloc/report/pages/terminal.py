@@ -139,7 +139,7 @@ def _print_block(out: Console, block: Block) -> None:
             out.print(f"And {len(block.rows) - CULPRITS} more.", style="dim")
     elif isinstance(block, Facts):
         for name, text, odd in block.pairs:
-            out.print(Text.assemble((f"  {name}: ", "dim"), one_line(text), (f" {odd}" if odd else "", "red")))
+            out.print(Text.assemble((f"  {name}: ", "dim"), one_line(text), (f" ({odd})" if odd else "", "red")))
     elif isinstance(block, Lines):
         for label, line in block.lines.items():
             if label:
@@ -233,7 +233,7 @@ def diagnosis(folder: RunFolder) -> None:
 def _head(first: Diagnosis) -> str:
     run = first.run
     parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
-    spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
+    spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "") + " (counted)" * run.is_counted
     metrics, rows = len(run.parts[0].own_names), sum(len(part.steps) for part in run.parts)
     read = f"; {run.receipt}" if run.receipt else ""
     return f"{one_line(run.name)} ({run.format}): {spans}, {plural(metrics, 'metric')}, {plural(rows, 'row')}{read}"

@@ -257,7 +257,7 @@ def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
         )
     if len(steps) < _MIN_NORMS and largest.norm < EARLY * normal:
         norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
-        return f"Too short to judge: {plural(len(steps), 'step')}, of norm {norms}; none of them stands out."
+        return f"Too short to judge: {plural(len(steps), 'step')}, of norm {norms}."
     if largest.norm >= EARLY / 2 * normal and any(largest in part and len(part) < 16 for part in judged):
         return (
             f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "
@@ -275,14 +275,14 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     silent = [step.step for step in steps if step.threshold is None]
     if not silent:
         return []
-    reported = f"a norm is reported if it is above {EARLY:g} times the median"
+    reported = f"only a norm above {EARLY:g} times the median is reported"
     if len(silent) == len(steps):
         num_finite = sum(math.isfinite(step.norm) for step in steps)
-        count = plural(num_finite, "step" if num_finite == len(steps) else "finite norm")
         if num_finite < warmup:
-            return [f"Too few for a threshold, {count} of {warmup}: {reported}."]
-        return [f"The trigger's rule learned no threshold from {count}: {reported}."]
-    return [f"The first {len(silent)} steps have no threshold: there, {reported}."]
+            count = f"{num_finite}" if num_finite == len(steps) else f"{num_finite} with a finite norm"
+            return [f"A threshold needs {warmup} steps and there are {count}, so {reported}."]
+        return [f"The trigger's rule learned no threshold from {plural(num_finite, 'finite norm')}: {reported}."]
+    return [f"The first {len(silent)} steps have no threshold yet: there, {reported}."]
 
 
 def _overwritten(run: LoggedRun) -> list[str]:

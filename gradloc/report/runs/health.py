@@ -83,17 +83,19 @@ class RunHealth:
         if self.is_too_short:
             return f"Too short to judge: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
         if not self.num_unwell and {*self.judging} <= {"non_finite"}:
-            return f"Finite in all {steps}: {listed(self.metrics, 5)}. No other rule can judge by it."
+            verb, them = ("is", "it") if len(self.metrics) == 1 else ("are", "them")
+            return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; no other rule reads {them}."
         if not self.num_unwell:
             return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
-        return f"Step {last.step}, the last: {last.state}. {self.share}"
+        return f"{self.share} At the last step, {last.step}: {last.state}."
 
     @property
     def share(self) -> str:
-        """Say how many steps were not healthy, and what was the worst."""
-        verb = "was" if self.num_unwell == 1 else "were"
-        worst = f"the worst state was {self.worst.state}, first at step {self.worst.step}"
-        return f"{self.num_unwell} of {len(self.verdicts)} steps {verb} not healthy; {worst}."
+        """Say how many steps were not healthy, and which was the first of the worst."""
+        if self.num_unwell == 1:
+            return f"1 of {len(self.verdicts)} steps was not healthy: step {self.worst.step} ({self.worst.state})."
+        worst = f"first {self.worst.state} at step {self.worst.step}"
+        return f"{self.num_unwell} of {len(self.verdicts)} steps were not healthy: {worst}."
 
     @cached_property
     def findings(self) -> list[Finding]:

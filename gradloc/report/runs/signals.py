@@ -441,6 +441,8 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
     own, _ = loss_of(metrics)
     known = metrics.known(own)
     best: tuple[float, int, float] | None = None
+    ways = [abs(math.log(b / a)) for (_, a), (_, b) in pairwise(known) if min(a, b) > 0]
+    usual = median(ways or [math.inf])
     for at in range(_AROUND, len(known) if is_supervised(metrics) else 0):
         value = known[at][1]
         if not value > 1.3 * known[at - 1][1] > 0:
@@ -449,7 +451,10 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
         was = median(before[-_AROUND:])  # of a loss that falls, the last ones
         scatter = median(abs(earlier - was) for earlier in before)
         is_sharp = value - was > (12 if value > 1.5 * max(before) else 40) * scatter
-        if value > 1.3 * max(before) and is_sharp and (best is None or value / was > best[0]):
+        # of a loss that falls, the first ones were higher, and there may have been a spike before this one
+        third = sorted(before[-_AROUND:])[-3]
+        stands_out = value > 3 * third > 0 and math.log(value / third) > 12 * usual
+        if (value > 1.3 * max(before) and is_sharp or stands_out) and (best is None or value / was > best[0]):
             best = value / was, at, was
     if best is None:
         return None

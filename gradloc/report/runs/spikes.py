@@ -18,7 +18,7 @@ from ...explain.text import plural
 from ...trigger import AdaptiveThreshold
 from ..logs.names import is_norm, listed
 from ..logs.recording import MEAN, Metrics
-from ..logs.segments import LoggedRun, Segment, surviving
+from ..logs.segments import LoggedRun, Segment, is_bookkeeping, surviving
 from .health import ranges
 from .signals import interval
 
@@ -67,8 +67,8 @@ def missing_norm(metrics: Metrics, name: str) -> str:
             f"{number(peak / usual[odd], 3)} times its median. Name one with --metric: {listed(known)}."
         )
     return (
-        f"{name} has no gradient norm, such as grad_norm. If one of its metrics is one, name it with --metric: "
-        f"{listed(metrics.own_names)}."
+        f"{name} logs no gradient norm. If one of these is the norm, name it with --metric: "
+        f"{listed(name for name in metrics.own_names if not is_bookkeeping(name))}."
     )
 
 

@@ -70,7 +70,7 @@ def check(world, dump_dir, kind, *settings):
     if kind == "token":
         assert len(culprits[0]["siblings"]) == 1 and event["run"]["estimator"] == "grpo"
         assert "GRPO gives at most 0.707 with 2 responses." in event["verdict"]
-        assert "Clipping to 1 scaled the whole step to" in event["verdict"]
+        assert "Clipping to 1 divided the whole step by" in event["verdict"]
         assert event["consequence"]["culprit_share"] == pytest.approx(1, abs=0.01)
     if kind == "not sampled":
         assert "The policy never sampled a token: the engine says log-prob -21, the trainer -4." in event["verdict"]
