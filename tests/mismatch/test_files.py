@@ -156,7 +156,7 @@ def test_of_an_event_with_few_tokens_the_log_says_how_much(tmp_path, capsys, mon
     monkeypatch.chdir(event)
     assert main(["mismatch", "."]) == 0
     said = capsys.readouterr()
-    assert "144 tokens count, and a verdict needs 200" in said.err and "Judged from 32 rows" in said.out
+    assert "leaves 144 tokens, and a verdict needs 200" in said.err and "Judged from 32 rows" in said.out
     assert main(["mismatch", ".", "-o", "x.html"]) == 2 and "add --json" in capsys.readouterr().err
     assert main(["mismatch", ".", "--json", "-o", "x.json"]) == 0
     assert json.loads((event / "x.json").read_text())["state"] == "healthy"
