@@ -24,7 +24,7 @@ What spiked in a run, which tokens did it, why, and what to do.
 
   gradloc train.log                         report, the default for a path: any run's log, or its folder of events
   gradloc report runs/demo-1 -o page.html   the same by its name
-  gradloc run llamafactory-cli train x.yaml  a training command, with each transformers.Trainer in it watched
+  gradloc run llamafactory-cli train x.yaml a training command, with each transformers.Trainer in it watched
   gradloc watch runs/demo-1                 a run that is going on
   gradloc health train.log                  healthy, warning or danger, step by step
   gradloc check run.sh                      before a run: what is on, what is refused, how long a search may take
@@ -37,7 +37,9 @@ What spiked in a run, which tokens did it, why, and what to do.
 
 gradloc SUBCOMMAND --help says more of each; buckets and quartiles draw figures of gradient analyses.
 
-{EXIT_CODES}"""
+{EXIT_CODES}
+check ends with 1 where the run would be refused, replay where the culprits differ; patch has codes of its own.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -186,7 +186,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = Parser(prog=program(), description=__doc__, allow_abbrev=False)
+    example = f"example:\n  {program()} --repo VERL --check"
+    parser = Parser(prog=program(), description=__doc__, epilog=example, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, about in OPTIONS.items():
         parser.add_argument(name, **about | ({} if len(about) > 1 else {"action": "store_true"}))

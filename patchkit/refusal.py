@@ -54,8 +54,8 @@ def quoted(path: Any) -> str:
 def program() -> str:
     """Return how the user started the applier, for the next command to show."""
     started = Path(sys.argv[0])
-    if started.name == "gradloc-patch":
-        return started.name
+    if started.name in ("gradloc", "gradloc-patch"):
+        return "gradloc patch"
     return f"python {quoted(started) if started.name == 'apply_patch.py' else 'apply_patch.py'}"
 
 

@@ -149,7 +149,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
     if path.is_symlink():
         raise OSError(errno.ELOOP, "is a link, and nothing is written through one", str(path))
     partial = path.with_name(f".{path.name[:60]}.{secrets.token_hex(6)}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except OSError as error:  # a folder that may not be written to
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with open(descriptor, "wb") as file:
             file.write(content)

@@ -157,12 +157,24 @@ def _figure(value: Any) -> str:
     return value if isinstance(value, str) else number(value, 6, "unknown")
 
 
+EPILOG = """\
+example:
+  gradloc replay runs/demo-1/gradloc/events/step000024-epoch0-mini0 --model MODEL_PATH
+
+exit codes:
+  0  the same culprits, or none to compare with
+  1  others
+  2  cannot be replayed
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="gradloc replay",
         description="Replay a gradient spike from its bundle and compare the culprits with the event's.",
-        epilog="Exit code 0: the same culprits (or none to compare with); 1: different ones; 2: cannot be replayed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", help="an event's folder: DUMP_DIR/events/EVENT_ID")
     weights_help = "the weights before the step: a Hugging Face folder, or a checkpoint folder of verl's FSDP workers "
@@ -191,6 +203,8 @@ def main(argv: list[str] | None = None) -> int:
         said = str(error)
         if any(sign in repr(error) for sign in ("MemoryError", "allocate memory")):
             said = "The memory ran out: use a larger machine."
+        elif isinstance(error, OSError) and error.filename:
+            said = f"{error.filename}: {error.strerror}."
         elif not isinstance(error, ReplayError | OSError):
             said = f"{args.bundle} cannot be replayed on {args.model}: {error_text(error)}."
             logging.getLogger(__name__).debug("the error", exc_info=True)

@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from ..explain.text import capitalized, one_line
 from . import __version__
@@ -53,8 +53,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses wrong usage in one line, as everything else is refused."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ReportError(f"{message}; see {self.prog} --help.")
+
+
 def _parse(name: str, module: Any, words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gradloc" if name == "report" else f"gradloc {name}",
         description=f"{capitalized(COMMANDS[name])}.",
         epilog=getattr(module, "EPILOG", None),

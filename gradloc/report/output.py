@@ -3,6 +3,7 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,11 +15,13 @@ from .errors import ReportError
 HTML = (".html", ".htm", "")
 
 
-def check(path: Path, suffixes: tuple[str, ...] | None = HTML) -> None:
+def check(path: Path, suffixes: tuple[str, ...] | None = HTML, inputs: Iterable[Path] = ()) -> None:
     """Raise ReportError where ``path`` cannot be written; called before the work is done.
 
-    ``suffixes`` are those that the command can write; None allows any.
+    ``suffixes`` are those that the command can write; None allows any. None of the ``inputs`` is overwritten.
     """
+    if path.is_file() and any(each.exists() and each.samefile(path) for each in inputs):
+        raise ReportError(f"{path} is what is to be read: -o names another file to write.")
     kind = path.suffix.lower()
     if suffixes is not None and kind not in suffixes and not path.is_dir():
         how = "print it from a browser" if kind == ".pdf" else "see --format for other formats"

@@ -190,6 +190,8 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     )
     assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
+    assert lines(shown("check", tmp_path / "run.sh", "+gradloc=off"))["on"] == "nothing"
+    assert "must be KEY=VALUE, found other.yaml" in refused("check", tmp_path / "run.sh", "other.yaml")
     assert lines(shown("check", "trainer.nnodes=2", columns=1000))["on"] == "nothing"
     said = lines(shown("check", "+gradloc=mask", "--model", "7B", "--seconds", "9", columns=1000))
     assert said["action"].startswith("mask") and "ppo_micro_batch_size_per_gpu must be set" in said["memory"]

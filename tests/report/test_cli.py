@@ -9,11 +9,16 @@ import sys
 
 import pytest
 
+from gradloc import command
 from gradloc.report.cli import main
 from gradloc.report.commands import COMMANDS
 from tests.report.builder import HOSTILE, REPO, make_culprit, make_event, make_metrics, write_run
 
 FIRST, SECOND = "step000005-epoch0-mini0", "step000009-epoch0-mini0"
+
+
+LOG = "run/metrics.jsonl"
+ON_A_LOG = (f"report {LOG}", f"compare run {LOG}", f"trigger {LOG}", f"mismatch {LOG}")
 
 
 @pytest.fixture
@@ -55,6 +60,15 @@ def test_every_format_is_printed_or_written_of_all_events_or_of_one(folder, tmp_
     alone = shown(folder, "--format", kind, "--event", SECOND)
     assert len(alone) < len(printed)
     assert kind != "json" or [event["event_id"] for event in json.loads(alone)["events"]] == [SECOND]
+
+
+def test_the_places_of_an_event_name_its_run_and_are_noted_among_several(folder, shown, capsys, monkeypatch):
+    whole, one = shown(folder, "--list"), folder / "gradloc" / "events"
+    monkeypatch.chdir(one)
+    assert shown(".", "--list") == shown(one, "--list") == shown(folder, "--list") == whole
+    assert shown(one / FIRST / "meta.json", "--list").split() == [FIRST]
+    assert main([str(folder), str(folder / "metrics.jsonl")]) == 0
+    assert f"{folder} has events: name it alone to see them." in capsys.readouterr().err
 
 
 def test_two_runs_are_compared(folder, tmp_path, shown):
@@ -107,10 +121,21 @@ def test_notes_go_to_standard_error(folder, capsys):
         ("show run --fromat=md", "report does not take --fromat=md: did you mean --format?"),
         ("compare run run run", "compare does not take run."),
         ("watch run --serve --port 99999", "--port must be from 0 to 65535, found 99999."),
+        ("run --format jsn", "invalid choice: 'jsn'"),
+        ("compare run", "the following arguments are required: RUN_B; see gradloc compare --help."),
+        ("run --list --json", "argument --json: not allowed with argument --list"),
+        ("run --list -o a.html", "--list prints the events' names and nothing else: leave -o out."),
+        ("run/metrics.jsonl --metrics run", "run/metrics.jsonl is read as a log: leave it out."),
+        ("run run --metrics run", "--metrics goes with the folder of one run"),
+        ("watch -", "- is standard input: gradloc - reports it"),
+        ("watch run --port 80", "--port goes with --serve."),
+        ("watch run --interval inf", "at most a day, found inf."),
         ("watch run --serve --once", "--once prints once and ends, --serve goes on: give one of them."),
         ("run/metrics.jsonl --list", "is a log, and --list names the events that GradLoc wrote: leave it out."),
         ("run -o .", "-o names the file to write"),
         ("run -o no/report.html", "Make it with: mkdir -p no"),
+        *((f"{name} --json -o run/metrics.jsonl", "is what is to be read") for name in ON_A_LOG),
+        ("run -o /proc/report.html", "gradloc: /proc/report.html: "),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line_with_a_guess(folder, monkeypatch, refused, words, said):
@@ -122,13 +147,12 @@ def test_what_cannot_be_done_is_refused_in_one_line_with_a_guess(folder, monkeyp
     assert said.replace("HERE", here) in refused(*words.replace("HERE", here).split())
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_every_command_has_help_that_names_it_and_an_unknown_choice_is_refused(name, folder, capsys):
-    words, code, told = ([name, "--help"], 0, name) if name else ([str(folder), "--format", "jsn"], 2, "jsn")
+@pytest.mark.parametrize("name", [*COMMANDS, "replay", "patch"])
+def test_every_command_has_help_that_names_it_and_shows_an_example(name, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(words)
-    said = capsys.readouterr()
-    assert caught.value.code == code and told in said.out + said.err
+        command.main([name, "--help"])
+    said = capsys.readouterr().out
+    assert caught.value.code == 0 and name in said and re.search(r"^examples?:\n  \S", said, re.M)
 
 
 def test_a_terminal_of_ascii_gets_a_summary_and_a_reader_that_has_seen_enough_is_no_error(folder):

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +45,9 @@ _PLACEMENTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     said = "YAML, JSON or a shell script of overrides; or the first override of verl's own config"
     parser.add_argument("config", metavar="RUN_CONFIG", help=said)
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE, as the trainer takes it")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="OVERRIDE", help="KEY=VALUE, as the trainer takes it"
+    )
     parser.add_argument(
         "--model", metavar="MODEL", help=f"a model's folder or config.json, or a size: {', '.join(MODELS)}"
     )
@@ -131,8 +133,9 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
                     f"{first} has no override of verl's (such as trainer.nnodes=8): name the script that starts the "
                     "trainer, or a config that the run has written."
                 )
+            last = {each.partition("=")[0].lstrip("+~"): each for each in [*found, *overrides]}
             try:
-                return _read_verl(None, [*found, *overrides])
+                return _read_verl(None, [*last.values()])
             except yaml.YAMLError as error:
                 raise ReportError(f"{first} has a value that is no YAML: {one_line(str(error), 200)}") from None
         try:
@@ -203,6 +206,12 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         return Checked(trainer, None, [], str(error), None)
 
 
+def _refuse_words(overrides: Iterable[str]) -> None:
+    for override in overrides:
+        if not override.partition("=")[1]:
+            raise ReportError(f"an override must be KEY=VALUE, found {override}.")
+
+
 def _read_alone(overrides: Sequence[str]) -> Checked:
     """Read overrides by themselves where verl and its defaults are not installed."""
     from omegaconf import OmegaConf
@@ -212,6 +221,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     from ...config import settings_in
     from ...names import refuse_unknown_overrides
 
+    _refuse_words(each for each in overrides if not each.startswith("~"))
     refuse_unknown_overrides(overrides)
     blocks = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model", "trainer", "data")
     config = OmegaConf.create({})
@@ -239,7 +249,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     try:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS) as error:  # batch sizes that only verl's defaults say
-        plan = str(error)
+        plan = f"a size is missing, 0 or no number ({str(error).rstrip('.')})"
     return Checked("verl, by its overrides alone", settings, on, "", plan, why)
 
 
@@ -250,10 +260,9 @@ def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus
 
     if not ARGUMENTS & content.keys():
         raise ReportError(f"{path} has no setting of TRL's or verl's: name the run's config.")
+    _refuse_words(overrides)
     for override in overrides:
-        key, is_set, value = override.partition("=")
-        if not is_set:
-            raise ReportError(f"an override must be KEY=VALUE, found {override}.")
+        key, _, value = override.partition("=")
         try:
             content[key.lstrip("-")] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -320,7 +329,7 @@ def _model(name: str) -> Model | str:
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        return f"no config.json at {name or 'the model'}: name a folder or a size by --model"
+        return f"no config.json at {name or 'the model'}: name a folder or a size ({', '.join(MODELS)}) by --model"
     try:
         return model_of(path.parent.name, read_json(path))
     except (ValueError, *_WRONG_KINDS) as error:

@@ -15,6 +15,11 @@ from . import add_log_arguments
 
 MAX_LISTED = 30
 """The most steps and settings that the terminal lists."""
+EPILOG = """\
+examples:
+  gradloc compare runs/a runs/b
+  gradloc compare before.log after.log -o compare.html
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another's")
     add_log_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an HTML page, or the format asked for")
-    parser.add_argument("--format", choices=("md", "json"), help="Markdown or JSON")
-    parser.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--format", choices=("md", "json"), help="Markdown or JSON")
+    form.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output, None if args.format else output.HTML)
+        output.check(args.output, None if args.format else output.HTML, (args.run_a, args.run_b))
     runs = [read_run(path, None, args.metric, args.pattern) for path in (args.run_a, args.run_b)]
     comparison = compare(*runs)
     notes = [f"{one_line(str(folder.path))}: {note}" for folder in runs for note in folder.notes]

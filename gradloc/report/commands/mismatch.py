@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output, None if args.json else output.HTML)
+        output.check(args.output, None if args.json else output.HTML, [args.path])
     if is_event(args.path) and not (args.path / "batch.safetensors").is_file():
         raise ReportError(f"{args.path} was written without a bundle, so its log-probs are not known.")
     try:

@@ -10,7 +10,7 @@ from ..errors import ReportError
 from ..pages import exports, page, terminal
 from ..runs.events import Events
 from ..runs.health import judge
-from ..runs.run import RunFolder, read_logs, read_run
+from ..runs.run import RunFolder, has_events, read_logs, read_run
 from . import EXIT_CODES, add_fail_on, add_log_arguments, exit_code
 
 EPILOG = f"""\
@@ -31,10 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run's folder or events.jsonl, or logs of runs without gradloc: files, folders, - for standard input",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to this file; HTML by default")
-    parser.add_argument("--format", choices=exports.FORMATS, help="write this instead of HTML; without -o, print it")
-    parser.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--format", choices=exports.FORMATS, help="write this instead of HTML; without -o, print it")
+    form.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
+    form.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--event", action="append", metavar="ID", help="only this event; may be given again")
-    parser.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
     add_log_arguments(parser)
     add_fail_on(parser)
@@ -42,11 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output, None if args.format else output.HTML)
+        if args.list:
+            raise ReportError("--list prints the events' names and nothing else: leave -o out.")
+        output.check(args.output, None if args.format else output.HTML, args.paths)
     if len(args.paths) == 1:
         folder = read_run(args.paths[0], args.metrics, args.metric, args.pattern)
+    elif args.metrics is not None:
+        raise ReportError("--metrics goes with the folder of one run: name it alone.")
     else:
         folder = read_logs(args.paths, args.metric, pattern=args.pattern)
+        with_events = [path for path in args.paths if has_events(path)]
+        folder.notes += [f"{path} has events: name it alone to see them." for path in with_events]
     events = Events(map(folder.find, args.event)) if args.event else folder.events
     if args.list and folder.events_root is None:
         raise ReportError(f"{folder.path} is a log, and --list names the events that GradLoc wrote: leave it out.")

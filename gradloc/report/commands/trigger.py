@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output, None)
+        output.check(args.output, None, args.metrics)
         if not args.json and args.output.suffix not in (".html", ".svg"):
             raise ReportError(f"{args.output} must end in .html or .svg; for JSON, add --json.")
     settings = assignments(args.set, "trigger.", "a number, such as --set cap=6", checked)
@@ -98,7 +98,7 @@ def _diagnoses(args: argparse.Namespace, settings: Mapping[str, float]) -> tuple
             if missing := missing_norm(run.metrics, run.name):
                 raise ReportError(missing)
             name = run.name
-            if len(folder.runs) == 1:
+            if len(folder.runs) == 1 and str(path) != "-":
                 name = str(path) if path.stem in runs else path.stem
             names = (one_line(f"{each}{given}") for each in (name, f"{path}: {run.name}"))
             runs[_unused_name(*names, runs)] = diagnose(run, settings)

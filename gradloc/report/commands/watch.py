@@ -8,6 +8,7 @@ asks this server every other second whether the run has changed, and loads the r
 import argparse
 import contextlib
 import json
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -39,6 +40,8 @@ from .health import MARKS
 
 EVENTS = 8
 """Events listed: the last ones."""
+PORT = 8321
+DAY = 86_400.0
 
 
 class Follower:
@@ -237,18 +240,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print the view once and end")
     parser.add_argument("--json", action="store_true", help="for --once: as JSON, what the report's --json says")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, for this machine alone")
-    parser.add_argument("--port", type=int, default=8321, help="for --serve; 0: any (default: %(default)s)")
+    parser.add_argument("--port", type=int, help=f"for --serve; 0: any (default: {PORT})")
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.interval > 0:
-        raise ReportError(f"--interval must be more than 0 seconds, found {args.interval}.")
+    if not 0 < args.interval <= DAY:
+        raise ReportError(f"--interval must be more than 0 seconds and at most a day, found {args.interval:g}.")
+    if str(args.run_dir) == "-":
+        raise ReportError("watch follows a file or a folder, and - is standard input: gradloc - reports it at its end.")
+    if args.port is not None and not args.serve:
+        raise ReportError("--port goes with --serve.")
     if args.json and not args.once:
         raise ReportError("--json goes with --once: a view that goes on is no document.")
     if args.once and args.serve:
         raise ReportError("--once prints once and ends, --serve goes on: give one of them.")
-    if not 0 <= args.port < 1 << 16:
-        raise ReportError(f"--port must be from 0 to 65535, found {args.port}.")
+    port = PORT if args.port is None else args.port
+    if not 0 <= port < 1 << 16:
+        raise ReportError(f"--port must be from 0 to 65535, found {port}.")
     follower, console = Follower(args.run_dir, args.metrics, args.metric, args.pattern), terminal.console()
     follower.poll()
     if args.once:
@@ -259,9 +267,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             console.print(view(follower, console.width, is_live=False))
         return 0
+    if follower.run is None and (args.serve or not console.is_terminal):
+        output.say(f"Waiting: {one_line(follower.waiting)}", sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):
         if args.serve:
-            _serve(follower, args, console)
+            _serve(follower, args, port, console)
         elif console.is_terminal:
             _screen(follower, args.interval, console)
         else:
@@ -285,11 +295,11 @@ def _lines(follower: Follower, interval: float, console: Console, known: set[str
         follower.poll()
 
 
-def _serve(follower: Follower, args: argparse.Namespace, console: Console) -> None:
+def _serve(follower: Follower, args: argparse.Namespace, port: int, console: Console) -> None:
     try:
-        site = Site(follower, args.port)
+        site = Site(follower, port)
     except OSError as error:
-        raise ReportError(f"port {args.port} cannot be opened ({error.strerror}): --port names another.") from None
+        raise ReportError(f"port {port} cannot be opened ({error.strerror}): --port names another.") from None
     with site:
         threading.Thread(target=site.serve_forever, daemon=True).start()
         console.print(f"{site.url}  shows {args.run_dir} as it grows; Ctrl-C ends.", soft_wrap=True)

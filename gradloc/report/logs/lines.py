@@ -458,9 +458,9 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
     try:
         known = re.compile(pattern)
     except re.error as error:
-        raise ReportError(f"--pattern {pattern!r} is no regular expression: {error}.") from None
+        raise ReportError(f"--pattern '{pattern}' is no regular expression: {error}.") from None
     if "value" not in known.groupindex:
-        raise ReportError(f"--pattern {pattern!r} has no group for the norm: write it as 'grad_norm=(?P<value>\\S+)'.")
+        raise ReportError(f"--pattern '{pattern}' has no group for the norm: write it as 'grad_norm=(?P<value>\\S+)'.")
     if not path.is_file():
         raise ReportError(f"{path} is no file: --pattern reads lines of one.")
     source = Source(path)
@@ -475,7 +475,7 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
         if norm is not None and (made.is_counted or step is not None):
             made.rows.append((len(made.rows) + 1 if step is None else int(step), {"grad_norm": norm, **values}))
     if not made.rows:
-        raise ReportError(f"{path.name}: --pattern {pattern!r} finds no number in its {num_lines:,} lines.")
+        raise ReportError(f"{path.name}: --pattern '{pattern}' finds no number in its {num_lines:,} lines.")
     made.receipt = f"{len(made.rows):,} of {num_lines:,} lines read"
     if made.is_counted:
         made.notes.append("--pattern has no group `step`: each line that it finds was counted as one.")

@@ -159,9 +159,12 @@ def read_run(
     if path.name == "gradloc" and not path.exists() and path.absolute().parent.is_dir():
         raise ReportError(f"{path} does not exist, as no event was written there: name {path.parent}.")
     check(path)
-    if path.name == "events.jsonl":
-        path = path.parent
+    is_of_events = path.absolute().name == "events" and any(map(is_event, path.glob("*")))
+    if is_of_events or path.name == "events.jsonl" or path.is_file() and is_event(path.parent):
+        path = path.parent if path.name else path.absolute().parent
     if not path.is_dir() or pattern is not None:
+        if metrics_path is not None:
+            raise ReportError(f"--metrics goes with a folder of events, and {path} is read as a log: leave it out.")
         return read_logs([path], metric, pattern=pattern)
     if is_event(path):
         return _one_event(path, metrics_path, metric)
@@ -180,6 +183,14 @@ def read_run(
     _add_metrics(run, metrics_path, metric)
     _check(run, events_file)
     return run
+
+
+def has_events(path: Path) -> bool:
+    """Return whether a folder holds GradLoc's events, of one run or several."""
+    try:
+        return path.is_dir() and _events_file(path) is not None
+    except ReportError:  # of several
+        return True
 
 
 def read_logs(
