@@ -43,8 +43,12 @@ check ends with 1 where the run would be refused, replay where the culprits diff
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return cli.guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0 if words else 2

@@ -150,15 +150,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise OSError(errno.ELOOP, "is a link, and nothing is written through one", str(path))
     partial = path.with_name(f".{path.name[:60]}.{secrets.token_hex(6)}.partial")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except OSError as error:  # a folder that may not be written to
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    try:
-        with open(descriptor, "wb") as file:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
             file.write(content)
         with suppress(FileNotFoundError):
             partial.chmod(stat.S_IMODE(path.stat().st_mode))
         os.replace(partial, path)
-    except BaseException:  # a full disk, Ctrl-C
-        partial.unlink(missing_ok=True)
-        raise
+    except OSError as error:  # a folder that may not be written to, a full disk: the caller knows the path alone
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()

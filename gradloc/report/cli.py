@@ -10,40 +10,56 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..explain.text import capitalized, one_line
 from . import __version__
 from .commands import COMMANDS
-from .errors import ReportError, did_you_mean
-from .output import say
+from .errors import ReportError, did_you_mean, sentence
+from .output import say, silence
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0; 1 where ``--fail-on`` asks for it; 2 after an error, or where
     nothing can be judged; 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(__version__)
         return 0
     if words[:1] == ["show"]:
         words[0] = "report"
     name = words.pop(0) if words and words[0] in COMMANDS else "report"
+    module = importlib.import_module(f".commands.{name}", __package__)
+    args = _parse(name, module, words)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
+    warnings.simplefilter("ignore", UserWarning)  # of other packages, about a file
+    return module.run(args)
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Return the exit code of ``work``; print an error in one line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    code = 0
     try:
-        module = importlib.import_module(f".commands.{name}", __package__)
-        args = _parse(name, module, words)
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(errors="replace")  # a terminal may not know every token's characters
-        warnings.simplefilter("ignore", UserWarning)  # of other packages, about a file
-        return module.run(args)
+        code = work()
+        sys.stdout.flush()
+        return code
     except ReportError as error:
         say(f"gradloc: {one_line(str(error), 5000)}", sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        silence()
+        return code
     except OSError as error:  # a file that may not be read, or went away
-        say(f"gradloc: {one_line(str(error.filename or 'a file'))}: {error.strerror or error}.", sys.stderr)
+        say(f"gradloc: {one_line(sentence(error), 5000)}", sys.stderr)
         return 2
     except (MemoryError, RecursionError) as error:
         say(f"gradloc: the input needs more memory than there is ({type(error).__name__}).", sys.stderr)

@@ -9,6 +9,11 @@ class ReportError(Exception):
     """Says in one sentence what is wrong and what to do; the CLI prints it without a traceback."""
 
 
+def sentence(error: OSError) -> str:
+    """Return what the system says of a file."""
+    return f"{error.filename or 'standard output'}: {error.strerror or error}."
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Guess ``: did you mean X?`` from the nearest known word; empty where none is near.
 

@@ -2,6 +2,7 @@
 """Writes the file that ``-o`` names, whole or not at all."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,10 +45,19 @@ def deliver(path: Path | None, text: str) -> None:
     """Writes the text to a file and prints its path; prints the text where there is no path."""
     if path is None:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+        try:
+            sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            silence()
     else:
         write(path, text)
         say(path)
+
+
+def silence() -> None:
+    """Print nothing more, as the reader, such as `head`, has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(text: object, file: TextIO | None = None) -> None:

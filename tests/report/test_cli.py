@@ -160,3 +160,12 @@ def test_a_terminal_of_ascii_gets_a_summary_and_a_reader_that_has_seen_enough_is
     command = f"{sys.executable} -m gradloc.report {folder}; {sys.executable} -m gradloc.report {folder} --list | true"
     done = subprocess.run(command, shell=True, env=environment, capture_output=True)
     assert done.returncode == 0 and done.stderr == b"" and FIRST.encode() in done.stdout
+
+
+@pytest.mark.parametrize(("words", "code"), [("health RUN", 0), ("RUN --fail-on found", 1), ("--help", 0)])
+@pytest.mark.parametrize("end", ["| true", ">&-", "> /dev/full"])
+def test_a_command_ends_with_its_own_code_where_nobody_reads_it(words, code, end, folder):
+    started = f"{sys.executable} -m gradloc.command {words.replace('RUN', str(folder))} {end}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", started], cwd=REPO, capture_output=True, text=True)
+    said = "gradloc: standard output: No space left on device.\n" if "full" in end else ""
+    assert (done.returncode, done.stderr) == (2 if said else code, said)

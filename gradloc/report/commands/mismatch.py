@@ -157,7 +157,7 @@ def read_means(path: Path) -> tuple[LoggedRun, RunHealth] | None:
     """Read a log's run and judge its mismatch metrics; None where it is no log."""
     try:
         run = read_logs([path]).runs[0]
-    except (ReportError, OSError):
+    except ReportError:
         return None
     rules = {rule: None for rule in HealthConfig.rule_names() if not rule.startswith("mismatch_")}
     return run, judge_run(run.parts, HealthConfig(**rules))

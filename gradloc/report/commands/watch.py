@@ -26,7 +26,7 @@ from ...explain.numbers import bounded, number
 from ...explain.story import headline
 from ...explain.text import one_line
 from .. import output
-from ..errors import ReportError
+from ..errors import ReportError, sentence
 from ..logs import files_of
 from ..logs.recording import MEAN
 from ..pages import exports, page, terminal
@@ -68,7 +68,7 @@ class Follower:
         try:
             self.run = read_run(self.path, *self._where)
         except (ReportError, OSError) as error:  # an empty folder, or a file that just went away
-            self.waiting = str(error)
+            self.waiting = sentence(error) if isinstance(error, OSError) else str(error)
             return False
         self.version += 1
         return True

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognizes a file's format by its content: a table of formats, read by the first that fits."""
 
+import errno
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +130,10 @@ def check(path: Path) -> None:
     """Raises ReportError where neither a file nor standard input is named."""
     if url := re.match(r"https?:/+([^/]+)/*(.*)", str(path)):
         raise ReportError(f"{path} is an address, and nothing is fetched from there. {_exported(url[1], url[2])}")
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    if path.is_symlink() and not path.exists():
+        raise ReportError(f"{path} is a link to {path.readlink()}, which does not exist.")
     if str(path) != "-" and not path.exists():
         guess = did_you_mean(
             path.name, [*COMMANDS, "report", "replay", "patch", *(entry.name for entry in path.parent.glob("*"))]

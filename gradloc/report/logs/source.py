@@ -241,7 +241,7 @@ def unpack(path: Path, until: ExitStack) -> Path:
             if notes:
                 raise EOFError(notes[0])
             return folder
-    except ReportError:
+    except (ReportError, PermissionError):
         raise
     except Exception as error:  # a full disk, a name that is too long; each format's library has kinds of its own
         said = getattr(error, "strerror", None) or error

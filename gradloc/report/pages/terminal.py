@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ...explain.numbers import number
 from ...explain.text import one_line, plural, printable, spoken, times, visible
-from ..output import say
+from ..output import say, silence
 from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow, Events
 from ..runs.health import judge
@@ -42,6 +42,11 @@ class _Printable(Console):
     def render(self, renderable, options=None):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more; rich would end with the code 1, which says that something was found."""
+        self.quiet = True
+        silence()
 
 
 def console(**options) -> Console:
