@@ -10,6 +10,7 @@ from typing import Any
 from ...explain.text import first_of
 from .. import output
 from ..errors import ReportError
+from ..pages import terminal
 from ..runs.buckets import StepBuckets, from_json, read_analyses, read_wandb, to_json
 
 OUTPUTS = "gradient_analysis_outputs"
@@ -28,8 +29,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--wandb-path", metavar="ENTITY/PROJECT/RUN_ID", help="read the run from Weights & Biases")
-    parser.add_argument("--list-steps", action="store_true", help="print the analysed steps")
-    parser.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--list-steps", action="store_true", help="print the analysed steps")
+    form.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
     parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help=f"default: {OUTPUTS}/<run's name>")
     three = parser.add_argument_group("one figure of three steps")
@@ -56,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
             steps.append(to_json(analysis) | {"groups": groups})
         output.deliver(None, output.as_json({"steps": steps, "notes": notes}))
         return 0
-    for note in notes:
-        output.say(f"note: {note}")
+    terminal.warn(notes)
     if args.list_steps:
         for analysis in analyses.values():
             rows = analysis.get("all", "sample_count")
@@ -114,6 +115,8 @@ def save(figure, path: Path) -> None:
 def _three_steps(args) -> int:
     from ..figures.buckets import three_steps
 
+    if args.run_dir is not None or args.wandb_path is not None or args.list_steps or args.json:
+        raise ReportError("the figure of three steps is of --step0-dir, --step20-dir and --step40-dir: name no run.")
     folders = {f"--step{step}-dir": getattr(args, f"step{step}_dir") for step in STEPS}
     missing = [name for name, value in {**folders, "--mode": args.mode, "--out": args.out}.items() if value is None]
     if missing:

@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.deliver(None, output.as_json({"steps": wanted, "notes": notes}))
         return 0
-    for note in notes:
-        output.say(f"note: {note}")
+    terminal.warn(notes)
     from ..figures.quartiles import SPLITS, figure_of
 
     folder = args.output_dir or Path(OUTPUTS) / args.run_dir.resolve().name

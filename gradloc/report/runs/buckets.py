@@ -206,16 +206,16 @@ def read_wandb(
     """
     if len(path.strip("/").split("/")) != 3:
         raise ReportError(f"--wandb-path {path} must be ENTITY/PROJECT/RUN_ID.")
-    if api is None:
-        try:
-            import wandb
-        except ImportError:
-            missing = "reading from W&B needs its package: pip install wandb, or name the run's folder."
-            raise ReportError(missing) from None
-        api = wandb.Api()
     try:
+        if api is None:
+            import wandb
+
+            api = wandb.Api()
         run = api.run(path.strip("/"))
         rows = list(run.scan_history())
+    except ImportError:
+        missing = "reading from W&B needs its package: pip install wandb, or name the run's folder."
+        raise ReportError(missing) from None
     except Exception as error:  # the package's own errors have no common base
         raise ReportError(f"W&B has no run {path} that can be read here: {error}") from None
     analyses: dict[int, StepBuckets] = {}

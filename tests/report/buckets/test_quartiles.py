@@ -7,6 +7,7 @@ import pytest
 
 from gradloc.record import analysis
 from gradloc.record.store import plain
+from gradloc.report.cli import main
 from tests.world.events import validate
 
 pytestmark = pytest.mark.full
@@ -162,16 +163,16 @@ def test_whatever_there_is_is_drawn_and_told(tmp_path, shown, split, spoil):
         assert "q4 only: no gradient, no update" in said
 
 
-def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, shown):
+def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, capsys):
     write(tmp_path, record(1))
     broken = write(tmp_path, record(51))
     broken.write_text(broken.read_text()[:100])
     other = write(tmp_path, record(52))
     other.write_text(json.dumps({**record(52), "quartiles": []}))
-    said = shown("quartiles", tmp_path, "--output-dir", tmp_path / "out")
-    assert "note: step_51.json cannot be read" in said
-    assert "note: step_52.json cannot be read (0 quartiles)" in said
-    assert "Step 1: 100 tokens" in said
+    assert main(["quartiles", str(tmp_path), "--output-dir", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "step_51.json cannot be read" in said.err and "step_52.json cannot be read (0 quartiles)" in said.err
+    assert "Step 1: 100 tokens" in said.out
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,12 @@ def test_a_run_without_analyses_and_one_that_cannot_be_read_are_refused(api, sai
         read_wandb(PATH, api=api)
 
 
+def test_a_user_who_has_not_logged_in_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Api=lambda: 1 / 0))
+    with pytest.raises(ReportError, match="no run team/project/abc123 that can be read here: division by zero"):
+        read_wandb(PATH)
+
+
 def test_the_package_is_asked_for_only_when_it_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ReportError, match="pip install wandb, or name the run's folder"):
