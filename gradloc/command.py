@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(HELP, end="")
+        print(HELP, end="", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     missing = ""
     for place in OTHERS.get(words[0], ()):

@@ -185,11 +185,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write it as JSON to this file")
     parser.add_argument("--budget", type=int, metavar="N", help="probes at most (default: the event's own)")
+    parser.error = lambda message: parser.exit(2, f"gradloc: {message}; see gradloc replay --help.\n")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore", UserWarning)  # what torch warns of is the run's own choice
     try:
         has_folder = args.output is None or args.output.absolute().parent.is_dir()
         check(has_folder, f"-o {args.output}: there is no such folder.")
+        check(args.output is None or not args.output.is_dir(), f"-o {args.output} is a folder: name the file to write.")
         check(args.budget is None or args.budget > 0, f"--budget {args.budget}: must be at least 1.")
         record = plain(replay(args.bundle, args.model, args.strategy, args.oracle, args.budget))
         as_json = json.dumps(record, indent=2, allow_nan=False)

@@ -145,13 +145,14 @@ def test_a_model_larger_than_memory_is_refused_before_and_while_it_runs(bundle, 
         (("--strategy", "guess"), "invalid choice: 'guess' (choose from"),
         (("--budget", "0"), "gradloc: --budget 0: must be at least 1."),
         (("-o", "/nowhere/out.json"), "there is no such folder."),
+        (("-o", "/tmp"), "-o /tmp is a folder: name the file to write."),
     ],
-    ids=["strategy", "budget", "output"],
+    ids=["strategy", "budget", "output", "folder"],
 )
 def test_options_that_make_no_sense(bundle, models, replay, options, sentence):
     done = replay(bundle, models / "model", *options)
     assert (done["code"], done["out"]) == (2, "")
-    assert sentence in done["err"]
+    assert sentence in done["err"] and done["err"].startswith("gradloc: ") and done["err"].count("\n") == 1
 
 
 def _is_refused(done, sentence):

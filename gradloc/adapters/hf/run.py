@@ -17,6 +17,8 @@ from ...explain.advice import parsed
 
 SETTINGS = "GRADLOC_RUN"
 """The environment variable with the callback's arguments, as JSON."""
+_OF_WATCH = ("folder", "action", "hidden", "keep_gb", "metrics", "buckets", "quartiles")
+"""Arguments that the callback and the watch take themselves."""
 USAGE = """\
 usage: gradloc run [NAME=VALUE ...] COMMAND [ARGUMENT ...]
 
@@ -34,12 +36,23 @@ def main(arguments: list[str]) -> int:
     """Replace this process by the command; returns an exit code if the command cannot be run."""
     settings, command = _split(arguments)
     if not command or command[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(USAGE, end="", file=sys.stdout if command else sys.stderr)
         return 0 if command else 2
     if shutil.which(command[0]) is None:
         or_folder = "; for a folder named run: gradloc ./run" if Path("run").is_dir() else ""
         why = f"there is no command {command[0]}; give the one that trains, as you call it{or_folder}"
+        if Path(command[0]).is_file():
+            why = f"{command[0]} may not be executed: write what runs it, such as python or bash, before it"
         print(f"gradloc: {why}", file=sys.stderr)
+        return 2
+    from ...watch.settings import loop_settings  # each process of the command imports this module
+
+    blocks = {name: value for name, value in settings.items() if name not in _OF_WATCH}
+    try:
+        if (action := settings.get("action", "observe")) != "off":
+            loop_settings(action, blocks, "")
+    except ValueError as error:
+        print(f"gradloc: {error}", file=sys.stderr)
         return 2
     startup = str(Path(__file__).parent / "startup")
     path = os.pathsep.join([startup, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -51,6 +51,8 @@ def test_the_command_starts_with_its_settings_and_our_startup_first(monkeypatch)
     started = {}
     monkeypatch.setenv("PYTHONPATH", "theirs")
     monkeypatch.setattr(os, "execvpe", lambda name, words, environment: started.update(environment, words=words))
+    run.main(["action=off", sys.executable])
+    assert json.loads(started[run.SETTINGS]) == {"action": "off"}
     run.main(["action=mask", "trigger.tau=640", "folder=runs/x", sys.executable, "train.py", "lr=1"])
     assert json.loads(started[run.SETTINGS]) == {"action": "mask", "trigger": {"tau": 640}, "folder": "runs/x"}
     assert started["words"] == [sys.executable, "train.py", "lr=1"]
@@ -61,7 +63,20 @@ def test_the_command_starts_with_its_settings_and_our_startup_first(monkeypatch)
 def test_without_a_command_it_says_how_it_is_called(words, code, capsys):
     assert run.main(words) == code
     said = capsys.readouterr()
-    assert "usage: gradloc run" in said.out or "there is no command no-such-command" in said.err
+    assert "usage: gradloc run" in (said.err if code else said.out) or "no command no-such-command" in said.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("action=foo", "gradloc.action.mode must be observe, mask, skip, abort or off"),
+        ("triger.tau=1", "unknown setting gradloc.triger: did you mean gradloc.trigger?"),
+        ("trigger.tau=x", "gradloc.trigger.tau must be"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_the_command_starts(setting, said, capsys):
+    assert run.main([setting, sys.executable]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hides", [True, False])
