@@ -35,7 +35,8 @@ What spiked in a run, which tokens did it, why, and what to do.
   gradloc replay EVENT --model MODEL_PATH   an event again, on one machine (needs torch and transformers)
   gradloc patch --repo VERL                 the patch for verl 0.7
 
-gradloc SUBCOMMAND --help says more of each; buckets and quartiles draw figures of gradient analyses.
+gradloc SUBCOMMAND --help says more of each, gradloc --version which this is; buckets and quartiles draw figures of
+gradient analyses.
 
 {EXIT_CODES}
 check ends with 1 where the run would be refused, replay where the culprits differ; patch has codes of its own.

@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if "" in words:
+        raise ReportError("one of the words is empty: a variable of the shell may have no value.")
     if words[:1] == ["--version"]:
         print(__version__)
         return 0

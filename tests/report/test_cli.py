@@ -112,6 +112,8 @@ def test_notes_go_to_standard_error(folder, capsys):
     [
         ("run --event nope", "has no event 'nope': there are step000005-epoch0-mini0"),
         ("run --event step00005-epoch0-mini0", "did you mean step000005-epoch0-mini0?"),
+        ("health EMPTY", "one of the words is empty: a variable of the shell may have no value."),
+        ("mismatch rnu", "rnu does not exist: did you mean run?"),
         ("./missing", "missing does not exist: name a run's log"),
         (".", "holds no run's log"),
         ("runn", "runn does not exist: did you mean run?"),
@@ -144,7 +146,8 @@ def test_what_cannot_be_done_is_refused_in_one_line_with_a_guess(folder, monkeyp
     if words == ".":
         folder.rename(folder.parent.parent / "elsewhere")
         (folder.parent / "a.txt").write_text("")
-    assert said.replace("HERE", here) in refused(*words.replace("HERE", here).split())
+    given = ["" if word == "EMPTY" else word for word in words.replace("HERE", here).split()]
+    assert said.replace("HERE", here) in refused(*given)
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "replay", "patch"])

@@ -118,7 +118,7 @@ _WRONG_KINDS = (TypeError, AttributeError, ZeroDivisionError)
 def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
     is_file = "=" not in first or Path(first).is_file()
     if is_file and not Path(first).is_file():
-        what = "is a folder" if Path(first).is_dir() else "does not exist"
+        what = "is a folder" if Path(first).is_dir() else "is no file" if Path(first).exists() else "does not exist"
         raise ReportError(
             f"{first} {what}: name the run's config, the script that starts it, or overrides such as trainer.nnodes=8."
         )

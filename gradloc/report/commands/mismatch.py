@@ -17,6 +17,7 @@ from ...mismatch.kinds import NUMBERS, REPOSITORIES
 from .. import output
 from ..errors import ReportError
 from ..logs import LoggedRun
+from ..logs.formats import check
 from ..pages import terminal
 from ..runs.events import is_event
 from ..runs.health import HealthConfig, RunHealth
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         output.check(args.output, None if args.json else output.HTML, [args.path])
+    check(args.path)
     if is_event(args.path) and not (args.path / "batch.safetensors").is_file():
         raise ReportError(f"{args.path} was written without a bundle, so its log-probs are not known.")
     try:
