@@ -43,6 +43,15 @@ def test_a_log_s_exit_code(text, words, code, tmp_path, capsys):
         assert main(["health", str(tmp_path / "a.log"), *words]) == code
 
 
+def test_a_run_without_an_event_is_judged_by_its_log(tmp_path, shown):
+    (tmp_path / "a.log").write_text(SPIKE)
+    (tmp_path / "gradloc").mkdir()
+    (tmp_path / "gradloc" / "events.jsonl").write_text("")
+    for more in ([], ["--json"], ["--format", "md"]):
+        assert "gradient norm 903" in shown(tmp_path, "--fail-on", "found", *more, code=1)
+    assert shown(tmp_path, "--list") == ""
+
+
 def test_json_says_the_kind_and_what_it_was_judged_from(tmp_path, shown):
     (tmp_path / "a.log").write_text(SPIKE)
     (said,) = json.loads(shown(tmp_path / "a.log", "--json"))["diagnoses"]

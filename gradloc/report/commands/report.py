@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         output.deliver(args.output, write(folder, events))
         if not args.format:
             output.say(f"Open it in a browser: {args.output.resolve().as_uri()}", sys.stderr)
-    elif folder.events_root is None:
+    elif not folder.events:
         terminal.diagnosis(folder)
     else:
         terminal.summary(folder, events)
@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _code(folder: RunFolder, fail_on: str | None) -> int:
     """Return the exit code by the events, or by all runs of a log."""
-    if folder.events_root is not None:
+    if folder.events:
         states = [health.worst.state] if fail_on not in (None, "found") and (health := judge(folder.metrics)) else []
-        return exit_code(fail_on, True, bool(folder.events), states)
+        return exit_code(fail_on, True, True, states)
     found = folder.diagnoses
     states = [health.worst.state for run in folder.runs if (health := judge(run.parts))] if fail_on else []
     return exit_code(fail_on, any(each.is_judged for each in found), any(each.kind for each in found), states)

@@ -48,12 +48,12 @@ CULPRIT_COLUMNS: dict[str, Callable[[Event, Culprit], Any]] = {
 
 
 def to_json(run: RunFolder, events: list[Event]) -> str:
-    """Write the events and notes as JSON; where there are only logs, also the diagnosis of each run.
+    """Write the events and notes as JSON; where there is no event, also the diagnosis of each run.
 
     Numbers that are not finite are strings.
     """
     document: dict[str, Any] = {"run": run.name, "notes": run.notes, "events": [*events]}
-    if run.events_root is None:
+    if not run.events:
         said = ("kind", "headline", "sentences", "command", "ground", "limits")
         document["diagnoses"] = [
             {"run": found.run.name, "judged": found.is_judged} | {name: getattr(found, name) for name in said}

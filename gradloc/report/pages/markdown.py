@@ -13,12 +13,10 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     """Write the events as Markdown to paste into an issue."""
     lines = [f"# {escape(run.name)}", ""]
     lines += [f"> {escape(note)}" for note in run.notes]
-    for said in run.diagnoses if run.events_root is None else ():
+    for said in () if run.events else run.diagnoses:
         lines += ["", f"### {escape(said.run.name)}: {escape(said.headline)}", ""]
         lines += [f"- {escape(sentence)}" for sentence in said.sentences]
         lines += ["", *_lines({"": said.command})] if said.command else []
-    if run.events_root is not None and not events and not run.metrics.verdicts:
-        lines.append("No spike was localized in this run.")
     for event in events:
         lines += ["", "".join(issue(document(event, run)))]
     return printable("\n".join(lines).rstrip()) + "\n"

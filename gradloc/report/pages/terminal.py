@@ -78,7 +78,7 @@ def summary(run: RunFolder, events: Events) -> None:
         _print_head(out, story)
         _print_sections(out, story.sections)
         steps["the page of it, with every token"] = f"{run.show_command(events.rows[0].event_id)} -o event.html"
-    elif events:
+    else:
         worst = max(range(len(events)), key=lambda at: events.rows[at].severity)
         out.print(f"The worst of {plural(len(events), 'event')}:", style="dim")
         story = document(events[worst], run)
@@ -92,8 +92,6 @@ def summary(run: RunFolder, events: Events) -> None:
             out.print(_group_table(run.groups))
         steps["the whole report"] = f"gradloc {where} -o report.html"
         steps["the worst event"] = run.show_command(events.rows[worst].event_id)
-    elif run.metrics:
-        steps["was the run well?"] = f"gradloc health {where}"
     if norms := run.metrics.norms:
         out.print(
             f"{len(run.metrics.steps)} steps in {run.metrics.source}: "

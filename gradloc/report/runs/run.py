@@ -171,7 +171,7 @@ def read_run(
     events_file = _events_file(path)
     if events_file is None:
         return read_logs([metrics_path or path], metric, path)
-    run = RunFolder(path, events_file.parent)
+    run = RunFolder(path, events_file.parent, named=[str(path)])
     if events_file.is_file():
         run.events, run.notes = read_events(events_file)
     recovered, notes = recover(events_file.parent, run.events)
