@@ -25,7 +25,7 @@ def test_two_runs_are_put_side_by_side(tmp_path):
     assert rows["steps"] == ["20", "10"]
     assert rows["events"] == ["1", "0"]
     assert rows["causes"] == ["extreme advantage 1", "–"]
-    assert rows["gradient norm, largest"][0] == "747"
+    assert rows["gradient norm, largest"][0] == "747 at step 5"
     assert found.steps == [["5", "747.7 ( is)", "–"]]
 
 
@@ -73,6 +73,39 @@ def test_where_two_logs_part(tmp_path, first, second, step):
     if step not in ("60", "1"):
         at = int(step) - 1
         assert f"{number(first[at], 3)} in the first and {number(second[at], 3)}" in compare(*runs).parted
+
+
+APART = (
+    [95.2 if step == 24 else 1.03 + step % 3 / 100 for step in range(1, 33)],
+    [903.0 if step == 47 else 0.48 + step % 4 / 100 for step in range(1, 61)],
+)
+"""Norms of two runs that never were together, the second twice as long."""
+
+
+def test_two_runs_that_never_were_together_are_different_throughout(tmp_path):
+    runs = [read_run(write_log(tmp_path / f"{len(norms)}.log", norms)) for norms in APART]
+    found = compare(*runs)
+    assert "different throughout: the median of actor/grad_norm is 1.04 in the first and 0.495 in" in found.parted
+    assert "largest at step 24: actor/grad_norm is 95.2 in the first and 0.48 in the second" in found.parted
+    assert "part at" not in found.parted and "apart than before" not in found.parted
+    assert "of the 32 steps that both logged, 1 to 32; the tables are of each whole run" in found.parted
+    rows = {row[0]: row[1:] for row in found.rows}
+    assert rows["gradient norm, largest"] == ["95.2 at step 24", "903 at step 47"]
+    assert [(step, a.split(" (")[0], b.split(" (")[0]) for step, a, b in found.steps] == [
+        ("24", "95.2", "–"),
+        ("47", "not in its log", "903"),
+    ]
+
+
+def test_where_norms_part_another_metric_that_is_apart_throughout_does_not_hide_it(tmp_path):
+    for name, norms, score in (("a", FIVE, 0.1), ("b", [*SEVEN[:40], *(norm * 30 for norm in SEVEN[40:])], 0.5)):
+        rows = [
+            {"step": step, "data": {"actor/grad_norm": norm, "critic/score/mean": score + step / 1000}}
+            for step, norm in enumerate(norms, 1)
+        ]
+        write_run(tmp_path / name, metrics=rows)
+    said = compare(*(read_run(tmp_path / name) for name in "ab")).parted
+    assert "part at step 41: actor/grad_norm is 1 in the first" in said
 
 
 def test_settings_that_differ_are_listed_where_both_logs_hold_theirs(tmp_path):

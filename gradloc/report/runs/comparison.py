@@ -12,7 +12,9 @@ from ...explain.numbers import number
 from ...explain.text import one_line, plural, spoken
 from ..logs.names import is_norm
 from ..logs.recording import MAX, MEAN, Metrics
+from .diagnosis import diagnose
 from .run import RunFolder
+from .spikes import KINDS
 
 _TIMED = re.compile(
     r"tim(?:e|ing)|seconds|per_second|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE
@@ -24,6 +26,8 @@ _NUM_SCATTERED = 40
 """Most metrics whose scatter is compared."""
 _LEARNED, _WINDOW = 8, 50
 """Steps from which a scatter is learned, at least and at most."""
+_APART = 0.2
+"""Difference of two values over the sum of their sizes from which they are apart: one is 1.5 times the other."""
 
 Pair = tuple[int, float, float]
 """A step, and the values of both runs there."""
@@ -37,9 +41,9 @@ class Comparison:
     rows: list[list[str]]
     """Label, first run, second run."""
     steps: list[list[str]]
-    """For every step with an event in either run: the step, and what each run found there."""
+    """For every step with a spike in either run: the step, and what each run has there."""
     parted: str = ""
-    """Sentence about the step at which the two diverge."""
+    """Sentences about the step at which the two diverge, or about their difference where they never were together."""
     settings: list[list[str]] = field(default_factory=list)
     """Settings that differ, where both logs have them: name, first run, second run."""
 
@@ -57,16 +61,32 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     no_values = {"–"} if first.events or second.events else {"0", "–"}
     rows = [row for row in rows if not {*row[1:]} <= no_values]
-    known = sorted({row.step for run in (first, second) for row in run.events.rows})
-    steps = [[str(step), _events_at(first, step), _events_at(second, step)] for step in known]
-    return Comparison(names, rows, steps, _parted(first.metrics, second.metrics), _settings(first, second))
+    spikes = [_spikes(run) for run in (first, second)]
+    steps = []
+    for step in sorted({*spikes[0], *spikes[1]}):
+        cells = [found.get(step) or _no_spike(run, step) for found, run in zip(spikes, (first, second), strict=True)]
+        steps.append([str(step), *cells])
+    parted = f"{_parted(first.metrics, second.metrics)}{_cut(first.metrics, second.metrics)}"
+    return Comparison(names, rows, steps, parted, _settings(first, second))
+
+
+def _cut(first: Metrics, second: Metrics) -> str:
+    """Say which steps were compared, where one run has others; empty where both have the same."""
+    common = sorted({*first.steps} & {*second.steps})
+    if not common or first.steps == second.steps:
+        return ""
+    return (
+        f" That is of the {plural(len(common), 'step')} that both logged, {common[0]} to {common[-1]}; "
+        "the tables are of each whole run."
+    )
 
 
 def _parted(first: Metrics, second: Metrics) -> str:
-    """Say at which step and by which metric two runs diverge first.
+    """Say at which step and by which metric two runs diverge first, or that they never were together.
 
     Runs that are the same for a while part where any metric differs; runs that differ from the start, as seeds do, part
-    where a metric leaves the scatter of the differences before it, for good.
+    where a metric leaves the scatter of the differences before it, for good. A metric that is apart throughout leaves
+    nothing.
     """
     common = sorted({*first.steps} & {*second.steps})
     names = [name for name in first.series if name in second.series and not _TIMED.search(name)]
@@ -89,12 +109,18 @@ def _parted(first: Metrics, second: Metrics) -> str:
             f"The two are the same until step {step}, where {name} is {number(value, 4)} in the first and "
             f"{number(other, 4)} in the second: until then data, weights and seed were probably the same."
         )
-    leaving = []
+    apart, lost, leaving = [], [], []
     for name in names[:_NUM_SCATTERED]:
-        lost = next((pair for pair in pairs[name] if math.isfinite(pair[1]) != math.isfinite(pair[2])), None)
-        pair = lost or _leaving(pairs[name], is_norm(name))
-        if pair is not None:
+        gone = next((pair for pair in pairs[name] if math.isfinite(pair[1]) != math.isfinite(pair[2])), None)
+        if gone:
+            lost.append((*gone, name))
+        elif _is_apart(pairs[name]):
+            apart.append(name)
+        elif pair := _leaving(pairs[name], is_norm(name)):
             leaving.append((*pair, name))
+    leaving += lost
+    if apart and (apart[0] == names[0] or not leaving):
+        return _throughout(apart[0], pairs[apart[0]], lost)
     if not leaving and len(common) <= _LEARNED:
         return f"The two differ from step {step} on; {plural(len(common), 'common step')} are too few to say more."
     if not leaving:
@@ -103,6 +129,32 @@ def _parted(first: Metrics, second: Metrics) -> str:
     return (
         f"The two part at step {step}: {name} is {number(value, 3)} in the first and {number(other, 3)} in the second"
         f"{', further apart than before' if math.isfinite(value - other) else ''}."
+    )
+
+
+def _is_apart(pairs: list[Pair]) -> bool:
+    """Return whether two series never were together: one is 1.5 times the other or more, at nine steps of ten."""
+    differences = [(a - b) / (abs(a) + abs(b) or 1.0) for _, a, b in pairs if math.isfinite(a - b)]
+    most = max(sum(d > _APART for d in differences), sum(d < -_APART for d in differences))
+    return len(differences) > _LEARNED and most >= 0.9 * len(differences)
+
+
+def _throughout(name: str, pairs: list[Pair], lost: list[tuple[int, float, float, str]]) -> str:
+    """Say how far apart a metric of two runs is, and where most.
+
+    Args:
+        name: the metric's name.
+        pairs: its values in both runs.
+        lost: where metrics are finite in one run alone, which is the largest gap.
+    """
+    known = [(step, a, b) for step, a, b in pairs if math.isfinite(a - b)]
+    usual = [number(median(values), 3) for values in list(zip(*known, strict=True))[1:]]
+    widest = (*max(known, key=lambda pair: abs(pair[1] - pair[2]) / (abs(pair[1]) + abs(pair[2]) or 1.0)), name)
+    step, value, other, where = min(lost, default=widest, key=lambda entry: entry[0])
+    return (
+        f"The two are different throughout: the median of {name} is {usual[0]} in the first and {usual[1]} in the "
+        f"second. The gap is largest at step {step}: {where} is {number(value, 3)} in the first and "
+        f"{number(other, 3)} in the second."
     )
 
 
@@ -132,10 +184,11 @@ def _settings(first: RunFolder, second: RunFolder) -> list[list[str]]:
 
 def _column(run: RunFolder) -> dict[str, str]:
     mean = run.metrics.finite(MEAN)
-    top = run.metrics.finite(MAX) or mean
-    every = [norm for part in run.runs[0].parts for norm in part.norms] if run.runs else top
-    largest = number(max(top)) if top else "–"
-    if top and max(every, default=0.0) > max(top):
+    norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
+    step, top = max(norms, key=lambda point: point[1], default=(0, 0.0))
+    every = [norm for part in run.runs[0].parts for norm in part.norms] if run.runs else []
+    largest = f"{number(top)} at step {step}" if norms else "–"
+    if norms and max(every, default=0.0) > top:
         largest += f" ({number(max(every))} in what a resume has overwritten)"
     rows = run.events.rows
     causes = Counter(spoken(row.cause) for row in rows if row.cause)
@@ -155,7 +208,17 @@ def _column(run: RunFolder) -> dict[str, str]:
     return column
 
 
-def _events_at(run: RunFolder, step: int) -> str:
-    at_step = (row for row in run.events.rows if row.step == step)
-    tokens = [f"{number(row.norm)} ({one_line(row.token, 20) or 'no culprit'})" for row in at_step]
-    return ", ".join(tokens) or "–"
+def _spikes(run: RunFolder) -> dict[int, str]:
+    """Return a run's spikes by step: its events, or, where it has none, what its log shows."""
+    if not run.events:
+        explosions = diagnose(run.runs[0]).explosions if run.runs else []
+        return {found.peak.step: f"{number(found.peak.norm)} ({KINDS[found.kind]})" for found in explosions}
+    found: dict[int, list[str]] = {}
+    for row in run.events.rows:
+        found.setdefault(row.step, []).append(f"{number(row.norm)} ({one_line(row.token, 20) or 'no culprit'})")
+    return {step: ", ".join(tokens) for step, tokens in found.items()}
+
+
+def _no_spike(run: RunFolder, step: int) -> str:
+    steps = run.metrics.steps
+    return "–" if not steps or steps[0] <= step <= steps[-1] else "not in its log"
