@@ -14,6 +14,8 @@ LEAST_Q = 0.02
 """The 1 - p below which the noise of a log-prob stops being in proportion to 1 - p."""
 UNSURE = 0.1
 """Tokens with a larger 1 - p have noise that says how exact the kernels are."""
+FEWEST_SURE = 50
+"""Sure tokens that the slope of two columns' log-odds needs."""
 EARLY = 16
 """Places of a row in which an old cache shows most."""
 
@@ -157,20 +159,21 @@ def temperature(tokens: Tokens) -> Numbers:
 
     Returns:
         ``slope``: of the rollout's over the trainer's, by the ratio of the spreads, which noise in both leaves alone;
-        ``r`` their correlation, ``error`` the slope's standard error, ``tokens`` how many were used; ``along``: the
-        correlation of d with the mean of the two log-probs, over all tokens: another temperature moves likely and
+        ``r`` their correlation, ``error`` the slope's standard error, ``slope_tokens`` how many were used; ``along``:
+        the correlation of d with the mean of the two log-probs, over all tokens: another temperature moves likely and
         unlikely tokens apart, also where no token is sure.
     """
     d = np.clip(tokens.d, *np.quantile(tokens.d, (0.01, 0.99)))
     a, b = (np.minimum(column, -1e-12) for column in (tokens.columns.trainer, tokens.columns.rollout))
     used = (tokens.q > 1e-3) & (tokens.q < 0.6) & np.isfinite(a + b)
-    found = {"slope": 1.0, "r": 0.0, "error": 1.0, "tokens": float(used.sum()), "along": correlation(d, tokens.middle)}
+    found = {"slope": 1.0, "r": 0.0, "error": 1.0, "slope_tokens": float(used.sum())}
+    found["along"] = correlation(d, tokens.middle)
     low = tokens.middle <= np.quantile(tokens.middle, 0.1)
     spreads = [
         max(float(np.std(column[part])), 1e-12) if part.any() else np.nan for part in (low, ~low) for column in (a, b)
     ]
     found["bend"] = float(np.log(spreads[0] / spreads[1]) - np.log(spreads[2] / spreads[3]))
-    if used.sum() >= 50:
+    if used.sum() >= FEWEST_SURE:
         x, y = (np.log(-np.expm1(column[used])) - column[used] for column in (a, b))
         found["r"], found["slope"] = correlation(x, y), float(np.std(y) / max(np.std(x), 1e-12))
         found["error"] = found["slope"] * float(np.sqrt(max(1 - found["r"] ** 2, 0) / used.sum()))

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,4 +74,4 @@ class StepJudge:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain(line), allow_nan=False) + "\n")
         numbers = {"noise": verdict.noise, "ratio": verdict.ratio, "k3": verdict.kl, "is_noise": verdict.is_healthy}
-        return {f"gradloc/mismatch_{name}": float(value) for name, value in numbers.items()}
+        return {f"gradloc/mismatch_{name}": float(value) for name, value in numbers.items() if math.isfinite(value)}

@@ -39,6 +39,10 @@ FEW_OUTLIERS = 0.04
 """The share of tokens that may be outliers under other weights without being a kind of their own."""
 FAR = 12.0
 """Times the noise of the rest: single tokens that differ by so much explain it. Outliers of weights reach 10."""
+RAISED = "raised"
+"""Evidence that is no kind: single tokens, likely ones among them, of which the trainer's are nearly all higher."""
+LEAST_LEFT = 50
+"""Tokens that the noise of the rest needs at least."""
 GAIN = 2.0
 """Ranks' differences, summed over a stretch of a row, by which a shift must mend it: of six unrelated tokens."""
 TOO_FAR, TIMES_TOO_FAR = 2.0, 20.0
@@ -56,7 +60,7 @@ class Verdict:
     tokens: int
     rows: int
     noise: float
-    """Spread of d / (1 - p) over the tokens that no local kind explains, nats."""
+    """Spread of d / (1 - p) over the tokens that no local kind explains, nats; NaN where hardly any are left."""
     ratio: float
     """Mean of exp(d) over all tokens, each at most e^20."""
     ratio_error: float
@@ -65,7 +69,7 @@ class Verdict:
     worst: float
     """Largest |d|."""
     evidence: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The numbers that each kind was named by."""
+    """The numbers that each kind was named by, or that no kind fits."""
     why_not: str = ""
     """Why there is no verdict; empty where there is one."""
 
@@ -102,7 +106,8 @@ def judge(given: Columns) -> Verdict:
             break
         if look is in_common and "tail" in evidence and stats.identity(tokens.d)["kl"] < FADED_KL:
             break
-        if look is in_common and tokens.scale < evidence.get("routing", {}).get("size", 0.0) / FAR:
+        largest = max(evidence.get(kind, {}).get("size", 0.0) for kind in ("routing", RAISED))
+        if look is in_common and tokens.scale < largest / FAR:
             break  # tokens after those see another past
         found = look(tokens)
         if isinstance(found, str):
@@ -112,10 +117,13 @@ def judge(given: Columns) -> Verdict:
             numbers.update(found.numbers)
             tokens = Tokens(found.rest)
     if evidence.keys() & {"stale", "other_weights"}:  # whose largest differences are many
-        few = {kind for kind in ("routing", "never_sampled") if evidence.get(kind, {}).get("share", 1) < FEW_OUTLIERS}
+        outliers = ("routing", "never_sampled", RAISED)
+        few = {kind for kind in outliers if evidence.get(kind, {}).get("share", 1) < FEW_OUTLIERS}
         evidence = {kind: numbers for kind, numbers in evidence.items() if kind not in few}
     if "lags" in evidence.get("never_sampled", {}):  # rows of the same sort with no stretch that was long enough
         evidence.pop("few_rows", None)
+    if RAISED in evidence and not why_not:
+        why_not = DOUBTS[RAISED].format(**evidence[RAISED])
     numbers = stats.identity(whole.d)
     worst = float(np.abs(whole.d[np.isfinite(whole.d)]).max(initial=0.0))
     if [*evidence] == ["noise"] and worst > max(TOO_FAR, TIMES_TOO_FAR * tokens.scale) and not why_not:
@@ -125,7 +133,7 @@ def judge(given: Columns) -> Verdict:
         kinds=() if why_not else tuple(sorted(evidence, key=lambda kind: -evidence[kind]["token_share"])),
         tokens=len(given),
         rows=int(given.row[-1]) + 1,
-        noise=tokens.scale,
+        noise=tokens.scale if len(tokens) >= LEAST_LEFT else float("nan"),
         ratio=numbers["mean_ratio"],
         ratio_error=numbers["ratio_error"],
         kl=numbers["kl"],
@@ -239,26 +247,33 @@ def strange_rows(tokens: Tokens) -> Found | None:
 
 
 def strange_tokens(tokens: Tokens) -> Found | None:
-    """Return single tokens, runs of them, or all unlikely ones, that differ where others agree; None without any."""
+    """Return single tokens, runs of them, or all unlikely ones, that differ where others agree; None without any.
+
+    Unlikely is what both sides find so: by the lower side alone, likely tokens that one side lowers would be.
+    """
     marks = tokens.beyond(tokens.scale)
     if not max(8, 0.003 * len(marks)) <= marks.sum() <= 0.4 * len(marks):
         return None
     kind, share = "routing", float(marks.mean())
-    least = np.minimum(tokens.columns.trainer, tokens.columns.rollout)
+    larger = np.maximum(tokens.columns.trainer, tokens.columns.rollout)
     lower = float((tokens.d[marks] < 0).mean())
     after = tokens.next & marks[:-1]
     numbers = {
         "share": share,
         "together": float(marks[1:][after].mean()) if after.any() else 0.0,
         "one_sided": max(lower, 1 - lower),
+        "lower": lower,
         "size": float(np.median(np.abs(tokens.d[marks]))),
-        "pure": float(marks[least <= np.quantile(least[marks], 0.9)].mean()),
+        "pure": float(marks[larger <= np.quantile(larger[marks], 0.9)].mean()),
     }
-    if numbers["pure"] > 0.8 and numbers["one_sided"] > 0.93:
-        numbers["below"] = float(np.quantile(least[marks], 0.99) + FADES)
-        kind, marks = "tail", least <= numbers["below"]
+    is_one_sided = numbers["one_sided"] > 0.93
+    if numbers["pure"] > 0.8 and is_one_sided:
+        numbers["below"] = float(np.quantile(larger[marks], 0.99))
+        kind, marks = "tail", larger <= numbers["below"] + FADES
     elif numbers["together"] > max(0.3, 3 * share):
         kind = "never_sampled"
+    elif is_one_sided and lower < 0.5:  # other experts lower what the engine's have drawn
+        kind = RAISED
     return Found(kind, share, numbers, tokens.columns.only(~marks))
 
 
@@ -320,4 +335,17 @@ def in_common(tokens: Tokens) -> Found | str:
     kind = next((kind for kind, fits in WHOLE.items() if fits(numbers)), "")
     numbers["prompts_usual"] = PROMPTS.get(kind, 0.0)
     doubt = next((name for name, (kinds, holds) in MORE.items() if kind in kinds.split(" ") and holds(numbers)), None)
-    return DOUBTS[doubt].format(**numbers) if doubt else Found(kind, 1.0, numbers, tokens.columns)
+    return DOUBTS[doubt].format(**numbers) if doubt else Found(kind, 1.0, _known(numbers, tokens), tokens.columns)
+
+
+def _known(numbers: Numbers, tokens: Tokens) -> Numbers:
+    """Leave out the numbers that these tokens are too few, or too alike, to give."""
+    unknown = {
+        "highest": len(tokens) < 2000,  # the second highest, not one in a thousand
+        "slope r error slope_tokens": numbers["slope_tokens"] < stats.FEWEST_SURE,
+        "neighbours neighbours_sigma": not tokens.next.any(),
+        "uneven uneven_sigma prompts prompts_sigma": not tokens.row[-1],
+        "prompts_usual": not tokens.row[-1] or "prompts" not in numbers,
+    }
+    left_out = {name for names, is_unknown in unknown.items() if is_unknown for name in names.split(" ")}
+    return {name: value for name, value in numbers.items() if name not in left_out}

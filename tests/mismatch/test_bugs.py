@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs of public threads, made anew: the fault is put back into a small model's engine or trainer, and is named."""
 
+import re
+
 import numpy as np
 import pytest
 
-from gradloc.mismatch import columns, judge
+from gradloc.mismatch import KINDS, columns, judge
+from gradloc.report.commands.mismatch import every_number, evidence
 
 from .model import ROWS, TOKENS, VOCABULARY, Rollout, Sampler, Weights, generate, moved, score, weights
 
@@ -134,6 +137,58 @@ def test_a_bound_of_the_engine_beside_a_temperature_is_a_tail():
     made.told[:] = np.maximum(made.told, -7.0)
     assert (made.told == -7.0).mean() > 0.01
     assert set(named(made, scored(made)).split(" + ")) == {"temperature", "tail"}
+
+
+def test_each_number_has_a_name_of_its_own_and_each_kind_its_evidence():
+    healthy, cut, cached = generate(MODEL), generate(MODEL, sampler=Sampler(top_p=0.8)), moved(MODEL, 0.6)
+    hot, noise = generate(MODEL, sampler=Sampler(0.6)), np.random.default_rng(7).standard_normal((ROWS, TOKENS))
+    old, trainer, jumps = generate(MODEL, cached=cached), scored(healthy), np.abs(noise) > 2.5
+    cases = {
+        "noise": (healthy, trainer),
+        "truncated": (cut, scored(cut)),
+        "temperature": (hot, scored(hot)),
+        "shift": (healthy, np.roll(trainer, 1, 1)),
+        "never_sampled": (healthy, np.where(np.arange(TOKENS) // 6 == 3, trainer.min(), trainer)),
+        "stale": (healthy, scored(healthy, moved(MODEL, 0.02))),
+        "other_weights": (healthy, scored(healthy, moved(MODEL, 0.25))),
+        "few_rows": (old, scored(old)),
+        "padding": (healthy, np.minimum(trainer + noise * (np.arange(ROWS)[:, None] % 4 > 0) / 4, 0)),
+        "routing": (healthy, trainer - 3.0 * jumps),
+        "tail": (healthy, np.log(np.exp(trainer) + 1e-3)),
+    }
+    assert cases.keys() == KINDS.keys()
+    for kind, (made, seen) in cases.items():
+        verdict = judge(columns(made.told, seen, ids=made.ids, group=made.group))
+        assert kind in verdict.kinds, (kind, verdict.name)
+        labels = [label for label, _ in every_number(verdict, kind)]
+        assert len({*labels}) == len(labels) and not [label for label in labels if "_" in label]
+        said = evidence(verdict, kind)
+        assert said.endswith(".") and 1 <= len(re.findall(r"\d+(?:\.\d+)?", said)) <= 7, said
+
+
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+def test_likely_tokens_that_one_side_lowers_are_no_tail_of_unlikely_ones(side):
+    made = generate(MODEL)
+    columns_of = {"trainer": scored(made), "rollout": made.told.copy()}
+    likely = made.told > -1.5
+    healthy = judge(columns(**columns_of, mask=likely, ids=made.ids))
+    columns_of[side][np.random.default_rng(6).random(likely.shape) < 0.03] -= 3.0
+    verdict = judge(columns(**columns_of, mask=likely, ids=made.ids))
+    assert "tail" not in verdict.evidence
+    assert verdict.noise == pytest.approx(healthy.noise, rel=0.1), "of the tokens that agree"
+    if side == "trainer":
+        assert verdict.name == "routing" and verdict.evidence["routing"]["lower"] == 1
+    else:
+        assert verdict.name == "cannot tell" and "higher on the trainer's side, by 3 nats" in verdict.why_not
+
+
+@pytest.mark.parametrize("least", [1e-3, 0.05])
+def test_a_tail_ends_where_it_no_longer_shows_and_noise_is_of_what_is_left(least):
+    made = generate(MODEL)
+    verdict = judge(columns(made.told, np.log(np.exp(scored(made)) + least), ids=made.ids))
+    assert verdict.name == "tail"
+    assert verdict.evidence["tail"]["below"] < np.log(6 * least), "where it adds a fifth to a probability"
+    assert np.isnan(verdict.noise) if least == 0.05 else 0 < verdict.noise < 0.02
 
 
 def test_cut_sampling_by_other_weights_cannot_be_told():

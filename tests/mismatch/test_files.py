@@ -2,6 +2,7 @@
 """The columns from files as trainers write them, and the command."""
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -157,6 +158,7 @@ def test_of_an_event_with_few_tokens_the_log_says_how_much(tmp_path, capsys, mon
     assert main(["mismatch", "."]) == 0
     said = capsys.readouterr()
     assert "leaves 144 tokens, and a verdict needs 200" in said.err and "Judged from 32 rows" in said.out
+    assert said.err.endswith("\nFalling back to the mismatch metrics that the run logged:\n")
     assert main(["mismatch", ".", "-o", "x.html"]) == 2 and "add --json" in capsys.readouterr().err
     assert main(["mismatch", ".", "--json", "-o", "x.json"]) == 0
     assert json.loads((event / "x.json").read_text())["state"] == "healthy"
@@ -177,6 +179,28 @@ def test_the_command_says_the_kind_and_what_helps(tmp_path, capsys):
     assert "<title>GradLoc: A shifted column</title>" in text and text.count("<svg") == 3
     assert 'href="https://github.com/modelscope/ms-swift/issues/8196"' in text
     assert main(["mismatch", str(tmp_path), "--step", "step_9"]) == 2
+
+
+def test_the_terminal_says_the_numbers_that_the_verdict_rests_on_and_json_and_page_have_all(tmp_path, capsys):
+    random = np.random.default_rng(0)
+    rollout = -random.exponential(0.7, 600) - 1e-3
+    rows = zip(rollout, rollout + random.normal(0, 0.02, 600), strict=True)
+    text = "".join(f"{b},{a}\n" for b, a in rows)
+    (tmp_path / "a.csv").write_text(f"rollout_log_probs,old_log_probs\n{text}")
+    assert main(["mismatch", str(tmp_path / "a.csv")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    evidence = said.partition("Evidence: ")[2].partition("(--json")[0]
+    assert re.match(r"The mean ratio is [\d.]+ ± [\d.e-]+\. Logits differ by 0\.0\d+ nats", evidence)
+    assert len(re.findall(r"\d+(?:\.\d+)?", evidence)) <= 6
+    assert len(re.findall("tokens", said.partition("Evidence")[0])) == 1
+    assert main(["mismatch", str(tmp_path / "a.csv"), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)["a"]["evidence"]["noise"]
+    assert len(numbers) > 12
+    assert not numbers.keys() & {"highest", "uneven", "prompts_usual"}, "of 600 tokens in one row, not known"
+    assert main(["mismatch", str(tmp_path / "a.csv"), "-o", str(tmp_path / "a.html")]) == 0
+    page = (tmp_path / "a.html").read_text("utf-8")
+    assert evidence.strip() in page and page.count('<th scope="row">') >= len(numbers)
+    assert "tokens that the slope is of" in page
 
 
 def test_of_several_steps_each_is_told(tmp_path, capsys):
@@ -201,7 +225,12 @@ def test_a_log_of_means_says_how_much_and_not_why(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == "warning"
     (tmp_path / "train.log").write_text("\n".join(f"step {s} loss: 2.0 grad_norm: 0.5" for s in range(9)) + "\n")
     assert main(["mismatch", str(tmp_path / "train.log")]) == 2
-    assert "log" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "verl: actor_rollout_ref.rollout.calculate_log_probs=true" in said and "TRL: use_vllm=True" in said
+    (tmp_path / "train.log").write_text("".join(f"step:{s} - actor/grad_norm:0.5\n" for s in range(9)))
+    assert main(["mismatch", str(tmp_path / "train.log")]) == 2
+    said = capsys.readouterr().err
+    assert "calculate_log_probs=true. Or name" in said and "TRL" not in said, "the log is verl's"
 
 
 @pytest.mark.slow

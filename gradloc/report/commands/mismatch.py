@@ -2,7 +2,9 @@
 """Say why the log-probs of the rollout engine and of the trainer differ: ``gradloc mismatch PATH``."""
 
 import argparse
+import re
 import sys
+from math import isnan
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +15,8 @@ from ...explain.text import capitalized, first_of, plural
 from ...mismatch import KINDS, Columns, MismatchError, Verdict, judge
 from ...mismatch.columns import TooFewTokensError
 from ...mismatch.files import read
-from ...mismatch.kinds import NUMBERS, REPOSITORIES
+from ...mismatch.kinds import NUMBERS, REPOSITORIES, SETTINGS
+from ...mismatch.verdict import FLOOR, SMALL_KL
 from .. import output
 from ..errors import ReportError
 from ..logs import LoggedRun
@@ -62,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         if args.output is not None and not args.json:
             raise ReportError(f"{log} has means alone, and a page shows tokens: leave -o out, or add --json.") from None
         if is_short:
-            output.say(f"{args.path}: {error} What follows is by the run's log.", sys.stderr)
+            output.say(f"{args.path}: {error}", sys.stderr)
+            output.say("Falling back to the mismatch metrics that the run logged:", sys.stderr)
         deliver_means(*means, args)
         return 0
     name = args.step or list(steps)[-1]
@@ -89,17 +93,37 @@ def facts(verdict: Verdict) -> list[tuple[str, str]]:
         ("mean ratio", f"{number(verdict.ratio)} ± {number(verdict.ratio_error, 2)}"),
         ("KL of a token (k3)", f"{number(verdict.kl, 3)} nats"),
         ("largest difference", f"{number(verdict.worst, 3)} nats"),
-        ("residual noise, of logits", f"{number(verdict.noise, 3)} nats"),
+        (
+            "residual noise, of logits",
+            "not known: hardly a token is left" if isnan(verdict.noise) else f"{number(verdict.noise, 3)} nats",
+        ),
     ]
 
 
-def evidence(verdict: Verdict, kind: str) -> list[tuple[str, str]]:
-    """Return the evidence for a kind, as labels and values."""
+def evidence(verdict: Verdict, kind: str) -> str:
+    """Say by which numbers a kind was named."""
+    numbers: dict[str, float | str] = {"most_noise": FLOOR, "most_stale": SMALL_KL, **verdict.evidence[kind]}
+    for name, value in verdict.evidence[kind].items():
+        if label := _layout(name):
+            numbers |= {"layout": label, "follows": value}
+    return KINDS[kind].evidence(numbers)
+
+
+def every_number(verdict: Verdict, kind: str) -> list[tuple[str, str]]:
+    """Return all that was measured of a kind, as labels and values."""
     rows = []
     for name, value in verdict.evidence[kind].items():
-        text = percent(value, 2) if name == "token_share" else number(value, 3)
-        rows.append((NUMBERS.get(name, name.replace("_", " ")), text))
+        label = NUMBERS.get(name) or f"correlation with {_layout(name)}"
+        rows.append((label, percent(value, 2) if label.startswith("share") else number(value, 3)))
     return rows
+
+
+def _layout(name: str) -> str:
+    """Return in words what the rows' differences were compared with; empty for another number's name."""
+    if name in ("length", "prompt_length"):
+        return f"the {'row' if name == 'length' else 'prompt'}'s length"
+    found = re.fullmatch(r"(place|padding)_in_(?:packs|batches)_of_(\d+)", name)
+    return f"its {found[1]} in {'packs' if found[1] == 'place' else 'batches'} of {found[2]}" if found else ""
 
 
 def show(console: Console, name: str, verdict: Verdict, verdicts: dict[str, Verdict]) -> None:
@@ -108,7 +132,7 @@ def show(console: Console, name: str, verdict: Verdict, verdicts: dict[str, Verd
     console.print(terminal.table((), facts(verdict), gap=3))
     for kind in verdict.kinds:
         row = KINDS[kind]
-        console.print(f"\n{row.sentence}\nSeen by: {', '.join(' '.join(each) for each in evidence(verdict, kind))}.")
+        console.print(f"\n{row.sentence}\nEvidence: {evidence(verdict, kind)} (--json has all numbers.)")
         console.print(f"What helps: {row.helps}.\nPublic threads: {row.threads}.")
     others = {step: each.name for step, each in verdicts.items() if step != name}
     if others:
@@ -148,7 +172,10 @@ def page(columns: Columns, verdict: Verdict) -> str:
         ],
         pictures=[(name, to_svg(drawn, f"mismatch-{at}", name)) for at, (name, drawn) in enumerate(pictures)],
         facts=facts(verdict),
-        kinds=[(KINDS[kind], links(KINDS[kind].threads), evidence(verdict, kind)) for kind in verdict.kinds],
+        kinds=[
+            (KINDS[kind], links(KINDS[kind].threads), evidence(verdict, kind), every_number(verdict, kind))
+            for kind in verdict.kinds
+        ],
     )
 
 
@@ -168,9 +195,10 @@ def read_means(path: Path) -> tuple[LoggedRun, RunHealth] | None:
 def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -> None:
     """Print how much the two differ by a log, which cannot say why; raise ReportError where it lacks their metrics."""
     if not health:
+        named = {"verl": ["verl"], "trl": ["trl", "ms-swift"]}.get(run.trainer, [*SETTINGS])
         raise ReportError(
-            f"{run.name} is a log without a metric of how rollout and trainer differ (such as rollout_corr/kl): log "
-            "one, or name a file with both log-probs of each token."
+            f"{run.name} is a log without a metric of how rollout and trainer differ (such as rollout_corr/kl). To log "
+            f"one: {'; '.join(SETTINGS[name] for name in named)}. Or name a file with both log-probs of each token."
         )
     if args.json:
         document = {"run": run.name, "state": health.worst.state, "metrics": health.metrics}
