@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..record.files import DOCUMENT, LINE, MB, UNPACKED, columns_of_parquet, is_bomb, parse_json, read_bytes
-from .columns import Columns, MismatchError, columns
+from .columns import Columns, MismatchError, TooFewTokensError, columns
 
 Made = TypeVar("Made")
 NAMES = {
@@ -44,8 +44,12 @@ TEXT_ONLY = {
 """Further files that trainers write, by the fields that they are known by."""
 
 
-def read(path: Path) -> dict[str, Columns]:
+def read(path: Path, short: list[str] | None = None) -> dict[str, Columns]:
     """Return the two columns of each step that a file or folder holds, by the step's name, in order.
+
+    Args:
+        path: the file or folder.
+        short: gets a sentence for each step that has too few tokens, where another has enough.
 
     Raises:
         MismatchError: if there is nothing to read, or a column is missing.
@@ -58,7 +62,18 @@ def read(path: Path) -> dict[str, Columns]:
             f"{path} holds no columns of log-probs: name prime-rl's token_exports, NeMo-RL's train_data_step*.jsonl, "
             "an event's bundle, or a .csv, .jsonl, .npz or .parquet with rollout_log_probs and old_log_probs."
         )
-    return {step: _columns(files) for step, files in sorted(found.items(), key=lambda each: _number(each[0]))}
+    made: dict[str, Columns] = {}
+    left_out: list[TooFewTokensError] = []
+    for step, files in sorted(found.items(), key=lambda each: _number(each[0])):
+        try:
+            made[step] = _columns(files)
+        except TooFewTokensError as error:
+            left_out.append(error)
+            if short is not None:
+                short.append(f"{step}: {error}")
+    if not made:
+        raise left_out[0]
+    return made
 
 
 def _files(path: Path) -> list[Path]:
@@ -77,7 +92,9 @@ def _files(path: Path) -> list[Path]:
 def _step(file: Path) -> str:
     if file.name.startswith("rank_"):
         return file.parent.name
-    return file.parent.parent.name if file.name == "batch.safetensors" else file.stem
+    if file.name == "batch.safetensors":  # of an event, whose bundle had a folder of its own before
+        return (file.parent.parent if file.parent.name == "bundle" else file.parent).name
+    return file.stem
 
 
 def _number(name: str) -> tuple[int, str]:

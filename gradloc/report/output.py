@@ -25,7 +25,7 @@ def check(path: Path, suffixes: tuple[str, ...] | None = HTML, inputs: Iterable[
         raise ReportError(f"{path} is what is to be read: -o names another file to write.")
     kind = path.suffix.lower()
     if suffixes is not None and kind not in suffixes and not path.is_dir():
-        how = "print it from a browser" if kind == ".pdf" else "see --format for other formats"
+        how = "print it from a browser" if kind == ".pdf" else "see --help for other formats"
         raise ReportError(f"{path} would hold HTML, not {kind}: name {path.with_suffix('.html')}, and {how}.")
     if path.is_dir():
         raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")

@@ -152,6 +152,19 @@ def test_an_event_that_cannot_be_judged_is_said_to_be_one_and_no_log(tmp_path, c
     assert "without a bundle" in said and "is a log" not in said
 
 
+def test_each_event_of_a_run_is_a_step_and_a_short_one_is_noted(tmp_path, capsys):
+    made = bundle(tmp_path / "made") / "bundle" / "batch.safetensors"
+    for number, file in ((5, made), (7, made), (24, next(DEMO.glob("**/batch.safetensors")))):
+        folder = tmp_path / "run" / "gradloc" / "events" / f"step{number:06}-epoch0-mini0"
+        folder.mkdir(parents=True)
+        shutil.copy(file, folder)
+    assert [*read(tmp_path / "run")] == ["step000005-epoch0-mini0", "step000007-epoch0-mini0"]
+    assert main(["mismatch", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("step000007-epoch0-mini0: ")
+    assert said.err.startswith("step000024-epoch0-mini0: The mask leaves 144 tokens")
+
+
 def test_of_an_event_with_few_tokens_the_log_says_how_much(tmp_path, capsys, monkeypatch):
     event = shutil.copytree(DEMO, tmp_path / "demo") / "gradloc/events/step000024-epoch0-mini0"
     monkeypatch.chdir(event)

@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     check(args.path)
     if is_event(args.path) and not (args.path / "batch.safetensors").is_file():
         raise ReportError(f"{args.path} was written without a bundle, so its log-probs are not known.")
+    notes: list[str] = []
     try:
-        steps = read(args.path)
+        steps = read(args.path, notes)
         if args.step is not None and args.step not in steps:
             raise ReportError(f"{args.path} has no step {args.step}: there are {first_of([*steps])}.")
         verdicts = {name: judge(columns) for name, columns in steps.items()}
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         output.deliver(args.output, page(steps[name], verdict))
     else:
         show(terminal.console(), name, verdict, verdicts)
+    terminal.warn(notes)
     return 0
 
 
