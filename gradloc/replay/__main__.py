@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("bundle", help="an event's folder: DUMP_DIR/events/EVENT_ID")
+    parser.add_argument("bundle", metavar="EVENT", help="an event's folder: DUMP_DIR/events/EVENT_ID")
     weights_help = "the weights before the step: a Hugging Face folder, or a checkpoint folder of verl's FSDP workers "
     weights_help += "(global_step_N/actor), whose shards are put together in memory, in their own precision"
     parser.add_argument("--model", required=True, metavar="PATH", help=weights_help)

@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(name: str, module: Any, words: list[str]) -> argparse.Namespace:
     parser = _Parser(
-        prog="gradloc" if name == "report" else f"gradloc {name}",
+        prog=f"gradloc {name}",
         description=f"{capitalized(COMMANDS[name])}.",
         epilog=getattr(module, "EPILOG", None),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gradloc ANYTHING``: what happened, in the terminal, as the page, or as an export."""
+"""``gradloc PATH``: what happened, in the terminal, as the page, or as an export."""
 
 import argparse
 import sys
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         type=Path,
         nargs="+",
-        metavar="ANYTHING",
+        metavar="PATH",
         help="a run's folder or events.jsonl, or logs of runs without gradloc: files, folders, - for standard input",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to this file; HTML by default")
