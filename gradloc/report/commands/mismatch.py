@@ -198,9 +198,10 @@ def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -
     """Print how much the two differ by a log, which cannot say why; raise ReportError where it lacks their metrics."""
     if not health:
         named = {"verl": ["verl"], "trl": ["trl", "ms-swift"]}.get(run.trainer, [*SETTINGS])
+        settings = ", or ".join(SETTINGS[name] for name in named)
         raise ReportError(
             f"{run.name} is a log without a metric of how rollout and trainer differ (such as rollout_corr/kl). To log "
-            f"one: {'; '.join(SETTINGS[name] for name in named)}. Or name a file with both log-probs of each token."
+            f"one, set {settings}; or name a file with both log-probs of each token."
         )
     if args.json:
         document = {"run": run.name, "state": health.worst.state, "metrics": health.metrics}
