@@ -78,7 +78,8 @@ def markdown(record: dict) -> list[str]:
     rows = [("true kind", "named right", "otherwise named")]
     for kind in KINDS:
         found = record["kinds"][kind]
-        others = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.items() if name != kind)
+        by_count = sorted(found.items(), key=lambda named: -named[1])  # a record's names are in their own order
+        others = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in by_count if name != kind)
         rows.append((kind.replace("_", " "), f"{found.get(kind, 0)} of {sum(found.values())}", others or "–"))
     return table(rows).splitlines()
 
