@@ -286,7 +286,10 @@ def what_was_taken(event: Event, clip: float | None = None) -> str:
     if norm <= clip:
         return f"The optimizer took the step unchanged: its norm is within the clip limit of {number(clip, 3)}."
     share = carried(event, event.culprits) if _is_part(event) else None
-    whose = f"that {span_of(event, event.culprits[0].span)}'s" if len(event.culprits) == 1 else "theirs"
+    whose = "theirs"
+    if len(event.culprits) == 1:
+        noun, *_ = span_of(event, event.culprits[0].span).split(" of ")  # "span of tokens" has its genitive at "span"
+        whose = f"that {noun}'s"
     took = f"; {share} of the clipped update was {whose}" if share is not None else ", and the optimizer took it"
     said = f"Clipping to {number(clip, 3)} divided the whole step by {number(norm / clip, 3)}{took}."
     if not after or event.certificate.verdict != "explained":

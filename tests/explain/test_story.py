@@ -29,6 +29,11 @@ def test_a_clipped_step_says_how_much_of_the_healthy_gradient_is_left_by_the_bun
     assert "left 10%" in story.what_was_taken(event(consequence=healthy)), "of 0.77, which no clip at 2 touches"
 
 
+def test_a_clipped_step_was_that_token_s_or_that_span_s():
+    for span, whose in (("token", "that token's"), ("segment", "that span's"), ("sequence", "that response's")):
+        assert f"was {whose}." in story.what_was_taken(event(culprits=[make_culprit(span=span)]), 0.5), span
+
+
 def taken(how, **changes):
     return {"action": {"requested": how, "taken": how, "reason": ""}, **changes}
 
