@@ -256,7 +256,7 @@ def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") 
     norms = [None if top is None else math.log(top.norm) for top in tops]
     limits = [min((math.log(step.threshold) for step in column if step.threshold), default=None) for column in columns]
     known = [value for value in [*norms, *limits] if value is not None and math.isfinite(value)]
-    if not known:
+    if not known or len(judged) < 2:
         return []
     low, high = min(known), max(known)
     lines = [Text() for _ in range(HEIGHT)]
@@ -278,7 +278,8 @@ def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") 
         if level in (0, HEIGHT // 2, HEIGHT - 1):
             line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
     legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • {name}, last {number(judged[-1].norm, 3)}"
-    legend += "; ◆ flagged, - threshold"
+    legend += "; ◆ flagged" * any(step.stands_out for step in judged)
+    legend += ", - threshold" * any(step.threshold for step in judged)
     if has_overwritten:
         legend += ", ◇ ∘ overwritten"
     if size > 1:

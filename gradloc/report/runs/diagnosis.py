@@ -280,7 +280,7 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
         num_finite = sum(math.isfinite(step.norm) for step in steps)
         if num_finite < warmup:
             count = f"{num_finite}" if num_finite == len(steps) else f"{num_finite} with a finite norm"
-            return [f"A threshold needs {warmup} steps and there are {count}, so {reported}."]
+            return [f"A threshold needs {warmup} steps, and this log has {count}, so {reported}."]
         return [f"The trigger's rule learned no threshold from {plural(num_finite, 'finite norm')}: {reported}."]
     return [f"The first {len(silent)} steps have no threshold yet: there, {reported}."]
 
