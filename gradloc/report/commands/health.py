@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ...explain.advice import sampling_cut
-from ...explain.text import one_line
+from ...explain.text import capitalized, one_line
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
@@ -62,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
     terminal.warn(folder.notes)
     with_metrics = [health for health in healths if health]
     is_judged = any(health.num_unwell or len(health.verdicts) > health.warmup for health in with_metrics)
-    is_found = any(health.num_unwell for health in with_metrics)
-    return exit_code(args.fail_on, is_judged, is_found, [health.worst.state for health in with_metrics])
+    is_unrecovered = any(diagnosis.is_unrecovered for diagnosis in folder.diagnoses)
+    is_found = any(health.num_unwell for health in with_metrics) or is_unrecovered
+    states = [health.worst.state for health in with_metrics] + [STATES[-1]] * is_unrecovered
+    return exit_code(args.fail_on, is_judged or is_unrecovered, is_found, states)
 
 
 def _json(folder: RunFolder, health: RunHealth) -> str:
@@ -94,9 +96,10 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     if not folder.events:
         diagnosis = folder.diagnoses[0]
         has_finding = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
-        if diagnosis.kind and not has_finding:  # a spike while the rules warm up
-            console.print(one_line(diagnosis.headline), style="bold red")
-    console.print(health.headline)
+        if diagnosis.is_unrecovered or diagnosis.kind and not has_finding:  # such as a spike while the rules warm up
+            console.print(one_line(f"{diagnosis.headline} {capitalized(diagnosis.label)}."), style="bold red")
+    if health.num_unwell or not folder.diagnoses[0].kind:
+        console.print(health.headline)
     console.print(_strip(health))
     _print_findings(console, health, folder)
     if health.silent:

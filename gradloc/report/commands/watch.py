@@ -32,7 +32,7 @@ from ..logs.recording import MEAN
 from ..pages import exports, page, terminal
 from ..pages.script_data import THRESHOLD
 from ..pages.terminal import curve, event_table
-from ..runs.health import RunHealth, judge
+from ..runs.health import STATES, RunHealth, judge
 from ..runs.run import RunFolder, read_run
 from ..runs.spikes import Judged
 from . import add_log_arguments
@@ -129,8 +129,10 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
     if threshold is not None:
         line.append(f"  threshold {number(threshold, 3)}", style="not bold")
     if health:
-        state = "too short to judge" if health.is_too_short else health.state
-        line.append("  ").append(state, style=MARKS[health.state][1])
+        state, mark = ("too short to judge" if health.is_too_short else health.state), health.state
+        if not run.events and run.diagnoses[0].is_unrecovered:
+            state, mark = run.diagnoses[0].label, STATES[-1]
+        line.append("  ").append(state, style=MARKS[mark][1])
     return line
 
 

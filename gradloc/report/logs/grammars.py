@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import pairwise
+from statistics import median
 from sys import intern
 
 from ...record.files import parse_json
@@ -283,20 +284,23 @@ class Printed(Grammar):
         super().__init__()
         self.bars: dict[int, int] = {}
         """The counts of the progress bars by their totals, the last drawn one at the end."""
-        self._first: dict[int, int] = {}
         self._pending: dict[str, float] = {}
         self._bars: dict[str, list[dict[int, int]]] = defaultdict(list)
         """The bars before the lines whose steps were counted."""
+        self._after: dict[str, list[dict[int, int]]] = defaultdict(list)
+        """The bars that were drawn next."""
 
     def draw(self, count: int, total: int) -> None:
         """Takes the count of a progress bar; a ``total`` of 0 is that of lines which say a step and no more."""
         self.bars.pop(total, None)
         if len(self.bars) < 8:
             self.bars[total] = count
-        if any(self._bars.values()):
-            self._first.setdefault(total, count)
+        for after in self._after.values():
+            after[-1].setdefault(total, count)
 
     def take(self, line: str, process: str) -> bool:
+        if line.count(": None") + line.count(": False") > 4:  # settings
+            return False
         start = 0 if _CUT_DICT.match(line) else line.find("{")
         if start < 0 or line.find("}", start) < 0 or line[:start].rstrip().endswith("="):  # a value among others
             return False
@@ -331,6 +335,7 @@ class Printed(Grammar):
                 return True
             self.is_counted = True
             self._bars[process].append(dict(self.bars))
+            self._after[process].append({})
             step = _next_step(rows, values.get("epoch"))
         return self.add(process, step, values)
 
@@ -339,35 +344,50 @@ class Printed(Grammar):
         counted = set(self._bars)
         for process, bars in self._bars.items():
             rows = self.rows[process]
+            after = self._after[process]
             for total in reversed(self.bars) if len(bars) == len(rows) else ():
-                steps = self._steps(total, [known.get(total) for known in bars])
-                if steps and all(before != after for before, after in pairwise(steps)):
+                drawn = [known.get(total) for known in bars], [known.get(total) for known in after]
+                steps = _steps(*drawn, [values.get("epoch") for _, values in rows])
+                if steps and all(before != later for before, later in pairwise(steps)):
                     self.rows[process] = [(step, values) for step, (_, values) in zip(steps, rows, strict=True)]
                     counted.remove(process)
                     break
         self.is_counted = bool(counted)
 
-    def _steps(self, total: int, counts: list[int | None]) -> list[int]:
-        """Return a bar's counts; of lines before the first bar as far apart as the next ones. Empty where not known."""
-        known = [count for count in counts if count is not None]
-        num_before = len(counts) - len(known)
-        if len(known) > 1 and known[0] == 0:  # no step is 0: each bar was drawn before the step that is printed
-            known = [count + known[1] for count in known]
-        if not known or not num_before:
-            return known
-        drawn_after = self._first.get(total, known[0])  # the bar is drawn again below a printed line
-        apart = known[0] - drawn_after if drawn_after < known[0] else known[1] - known[0] if len(known) > 1 else 0
-        before = [known[0] - apart * back for back in range(num_before, 0, -1)]
-        return before + known if apart > 0 and before[0] > 0 else []
+
+def _steps(before: list[int | None], after: list[int | None], epochs: list[float | None]) -> list[int]:
+    """Return the steps of lines by a bar's counts before each and after it; empty where they are not known.
+
+    A bar is drawn again below a line, with the line's own step; the one above may be late. Where it is not drawn again
+    the one below counts on. So they are the counts to which the epochs are in proportion.
+    """
+    if len(after) > 2 and after[-1] is None and None not in after[:-1]:
+        after = [*after[:-1], 2 * after[-2] - after[-3]]  # the log ends with the line
+    known = [count for count in before if count is not None]
+    if len(known) == len(before):
+        is_late = known[:1] == [0] or 2 * _misfit(after, epochs) < _misfit(known, epochs)
+        return after if is_late and None not in after else known
+    num_before = len(before) - len(known)
+    drawn_after = next((count for count in after if count is not None), None)
+    if not known or drawn_after is None:
+        return []
+    apart = known[0] - drawn_after if drawn_after < known[0] else known[1] - known[0] if len(known) > 1 else 0
+    first = [known[0] - apart * back for back in range(num_before, 0, -1)]
+    return first + known if apart > 0 and first[0] > 0 else []
+
+
+def _misfit(counts: list[int | None], epochs: list[float | None]) -> float:
+    """Return how far epochs are at most from being in proportion to counts."""
+    points = [(count, epoch) for count, epoch in zip(counts, epochs, strict=True) if count and epoch]
+    rate = median(epoch / count for count, epoch in points) if len(points) > 2 else math.inf
+    return max((abs(epoch - rate * count) for count, epoch in points), default=math.inf)
 
 
 def _is_training(values: dict[str, float]) -> bool:
     """Return whether a printed dict is of training itself: it has a norm, or a loss and nothing of an evaluation."""
     if any(map(is_norm, values)):
         return True
-    return any("loss" in name and not name.startswith(("eval", "val", "test")) for name in values) and not any(
-        "runtime" in name for name in values
-    )
+    return any(map(is_training_loss, values)) and not any("runtime" in name for name in values)
 
 
 def _are_one_steps(values: dict[str, float], others: dict[str, float]) -> bool:
@@ -427,7 +447,7 @@ class Headed(Grammar):
         return max(self.num_again, num_back) > sum(map(len, self.rows.values())) / 10
 
     def _begin(self, step: int, word: str, line: str) -> None:
-        epoch = _EPOCH.search(line) if word == "" else None
+        epoch = _EPOCH.search(line) if word != "epoch" else None
         self.step, self._word = step, word
         self._below = set()
         self._more = {"epoch": float(epoch[1])} if epoch else {}
@@ -700,4 +720,10 @@ class ConsoleTable(Grammar):
         known = {name: number(cell.rstrip(":")) for name, cell in zip(self.names, cells, strict=False)}
         known.pop(self.names[self._step_at])
         values = {intern(name): value for name, value in known.items() if value is not None}
-        return step is not None and len(values) > len(known) / 2 and self.add(process, step, values)
+        if step is None or len(values) <= len(known) / 2:
+            return False
+        rows = self.rows[process]
+        if rows and rows[-1][0] == step and "%|" in line:  # a bar that is drawn again
+            rows[-1][1].update(values)
+            return True
+        return self.add(process, step, values)

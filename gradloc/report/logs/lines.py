@@ -36,7 +36,7 @@ from .guessed import Guessed
 from .names import is_norm, leaves, listed, may_lack_digits, number, step_of
 from .pairs import NUMBER, SYMBOL, as_float, pairs, wanted
 from .prometheus import Exposed
-from .recording import SKIPPED, Recording, Skip, flat
+from .recording import SKIPPED, Recording, Row, Skip, flat
 from .source import Source
 
 _COLOUR, _COLOUR_WITHOUT_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]"), re.compile(r"\[\d{1,3}(?:;\d{1,3})*m")
@@ -222,11 +222,13 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     if len(best.rows) > 1 and all(len(rows) == 1 and str(rows[0][0]) == of for of, rows in best.rows.items()):
         best.rows = {"": [row for rows in best.rows.values() for row in rows]}  # 47: 0.25 is no process' line
     made, printed_by = list[Recording](), dict[str, set[tuple]]()
+    apart = _processes_apart(best.rows)
     for process, rows in sorted(best.rows.items(), key=lambda entry: -len(entry[1])):
         printed = {(step, name, values[name]) for step, values in rows for name in norms if name in values}
         if not printed or not any(printed <= other for other in printed_by.values()):
             printed_by[process] = printed
-            made.append(Recording(source.name, best.title, "", process, rows, config.settings))
+            run = f"process {process}" if process in apart else ""
+            made.append(Recording(source.name, best.title, run, process, rows, config.settings))
             made[-1].verdicts = json_lines.verdicts
     if num_alike := len(best.rows) - len(made):
         others = "1 other process" if num_alike == 1 else f"{num_alike} other processes"
@@ -240,6 +242,12 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     return made
 
 
+def _processes_apart(rows: dict[str, list[Row]]) -> set[str]:
+    """Return the processes whose steps all come after those of one that is below them in the file, as of two runs."""
+    ends = [(process, min(row[0] for row in its), max(row[0] for row in its)) for process, its in rows.items() if its]
+    return {process for at, (process, first, _) in enumerate(ends) if any(first > last for *_, last in ends[at + 1 :])}
+
+
 def _amount(grammar: Grammar) -> tuple[int, int, bool]:
     """Return how many norms and rows a grammar has read, and whether the rows say their step."""
     return grammar.num_norms, sum(map(len, grammar.rows.values())), not grammar.is_counted
@@ -249,11 +257,14 @@ _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 _JSON_BEGINS = re.compile(r"^[^{]*[^{\s][^{]*\{\"[^{}]{60,}$")
 """JSON behind something else, in a line that a terminal has wrapped."""
 _BARS = re.compile(
-    r"\^M|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\|)"
+    r"\^M|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\||(?:INFO|WARNING|ERROR):)"
     r"|[^\s,]*(?=Metric \w+ improved|Epoch \d+, global step \d)"
 )
 """Before each of several progress bars on a line; a carriage return, as a pager shows it; what Lightning prints behind
 a bar that the terminal has cut, with the bar's last word."""
+_OF_SEVERAL = ("^M", " global step ", "Metric ", "]INFO:", "]WARNING:", "]ERROR:")
+_HEAD = re.compile(r"[A-Za-z][a-z_ ]{2,20}[:=] ?(?=\d)")
+"""A name at the beginning of a line, and where its number begins."""
 _ROW_BEGINS = re.compile(r"\W*iteration\s+\d{1,12}\s*/\s*\d+ \|(?!.*(?:loss|norm)).*\|\s*$")
 _OF_ROW = re.compile(r"\s*[a-z][a-z ()-]{2,40}: +\S+ *(?:\||$)")
 _BEHIND_BAR = re.compile(r"(?<=\d)(?=Epoch \d+, global step \d|20\d\d-\d\d-\d\d \d\d:\d\d)")
@@ -283,8 +294,10 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             if "}" in line or len(parts) > 200:
                 yield " ".join(parts)
                 parts = []
-        elif "%|" in line and (line.count("%|") > 1 or "^M" in line or " global step " in line or "Metric " in line):
+        elif "%|" in line and (line.count("%|") > 1 or any(map(line.__contains__, _OF_SEVERAL))):
             yield from filter(None, _BARS.split(line))
+        elif len(line) > 2000 and (head := _HEAD.match(line)) and line.count(head[0]) > 5:  # written without line ends
+            yield from filter(None, re.split(f"(?={re.escape(head[0])})", line))
         elif "━" in line and _BEHIND_BAR.search(line):
             yield from _BEHIND_BAR.split(line)
         elif _ROW_BEGINS.match(line):

@@ -210,7 +210,9 @@ def _are_mixed(steps: Sequence[int]) -> bool:
     counts = Counter(steps)
     is_once = len(counts) == len(steps)
     are_near = max(back, default=0) < len(counts) / 4
-    return len(back) > 3 and (is_once or are_near and len(set(counts.values())) == 1)
+    often, num_often = Counter(counts.values()).most_common(1)[0] if counts else (1, 0)
+    are_two = often > 1 and 4 * num_often > 3 * len(counts) and 10 * len(back) > len(steps)  # writers of one file
+    return len(back) > 3 and (is_once or are_near and num_often == len(counts) or are_two)
 
 
 def _count_through_epochs(recording: Recording) -> None:

@@ -31,6 +31,7 @@ from .signals import (
     EFFECTS,
     LOSS,
     Sign,
+    above_its_lowest,
     begins,
     findings,
     interval,
@@ -40,7 +41,17 @@ from .signals import (
     sound_loss,
     trainer_class,
 )
-from .spikes import EARLY, KINDS, Explosion, Judged, clipped_or_zero, explosions_of, judge_run, missing_norm
+from .spikes import (
+    EARLY,
+    KINDS,
+    UNRECOVERED,
+    Explosion,
+    Judged,
+    clipped_or_zero,
+    explosions_of,
+    judge_run,
+    missing_norm,
+)
 
 _LEVEL = 5
 """Values whose median is a metric's level before an explosion, or after it."""
@@ -81,6 +92,11 @@ class Diagnosis:
     def label(self) -> str:
         """The kind in words; empty where the norms are healthy."""
         return KINDS.get(self.kind, "")
+
+    @property
+    def is_unrecovered(self) -> bool:
+        """Whether the run ends as it is not to be, though its last step may look healthy next to the ones before."""
+        return self.kind in UNRECOVERED
 
     @property
     def advice(self) -> str:
@@ -151,10 +167,10 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     name, losses = loss_of(run.metrics)
     if made.is_judged and len(losses) > HealthConfig().warmup and not any(map(is_norm, run.metrics.own_names)):
         (first, begin), (last, end) = losses[0], losses[-1]
-        made.headline = (
-            f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}, and none of its "
-            f"{plural(len(losses), 'value')} stands out."
-        )
+        made.headline = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
+        lowest = above_its_lowest(losses)
+        none = f", and none of its {plural(len(losses), 'value')} stands out."
+        made.headline += none if lowest is None else f"; its lowest was {number(lowest[1], 3)} at step {lowest[0]}."
         made.limits.insert(0, missing)
     return made
 
@@ -392,10 +408,11 @@ def _change(
         verb, reached = "rose", high
     else:
         return None
-    there = next(at for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
-    change = f"{verb} from {number(was, 2)} to {number(reached, 2)} within {plural(there - step, 'step')}"
-    size, last = abs(reached - was), median(value for _, value in after[-_LEVEL:])
-    is_back = len(after) > 2 * _LEVEL and abs(last - was) < 0.5 * size
+    there, most = next((at, value) for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
+    mostly = ", most of it" if number(most, 2) != number(reached, 2) else ""
+    change = f"{verb} from {number(was, 2)} to {number(reached, 2)}{mostly} within {plural(there - step, 'step')}"
+    size, ends = abs(reached - was), [value for _, value in after[-_LEVEL:]]
+    is_back = len(after) > 2 * _LEVEL and abs(median(ends) - was) < 0.5 * size and reached not in ends
     is_back |= len(after) > 2 and all(abs(value - was) < 0.15 * size for _, value in after[-2:])
     return _Change(f"{change} and came back" if is_back else change, is_back)
 

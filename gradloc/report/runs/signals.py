@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -280,7 +281,7 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     has_rows = bool(run.metrics.norms or loss_of(run.metrics)[1])
     begin = skips[0].before
     fell = f" from {number(begin)}" if begin is not None else ""
-    fell = f"; the loss scale fell{fell} to {number(scales[-1])}" if scales and scales[-1] != begin else ""
+    fell = f"; the loss scale fell{fell} to {number(min(scales))}" if scales and min(scales) != begin else ""
     end = ", and can fall no further: the run ends there" if is_end else ""
     sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
     if not count:
@@ -289,7 +290,8 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     is_early = begins(run) == "start" or scales[:1] >= [_FIRST_SCALE]
     is_sound = scales[-1:] > [100] or scales[-1:] >= [1] and (last or 0) <= steps[0]
     is_search = is_early and count < steps[-1] and (first or 0) <= steps[0] and is_sound
-    is_over = not is_end and (count < 3 or has_rows and (is_search or steps[-1] - (last or steps[0]) >= 10 * count))
+    is_past = has_rows and (is_search or steps[-1] - (last or steps[0]) >= 10 * count)
+    is_over = not is_end and (count < 3 and min(scales, default=1) >= 1 or is_past)
     advice = "A few are normal while the scaler finds its scale."
     if not has_rows and not is_end and len(scales) > 1 and scales[0] >= _USUAL_SCALE and scales[-1] > 100:
         is_over |= count <= math.log2(scales[0] / scales[-1]) + 2
@@ -308,7 +310,11 @@ def _skips_of(run: LoggedRun) -> list[Skip]:
     """Return the skipped steps that the trainer reports, by lines of their own or by a metric that counts them."""
     metrics = run.metrics
     names = (own for own in metrics.own_names if "skipped iter" in own or own in ("skipped", "skipped steps"))
-    counted = metrics.logged(next(names, ""))
+    name = next(names, "")
+    counted = metrics.logged(name)
+    if name.startswith("skipped") and [*map(itemgetter(1), counted)] == sorted(map(itemgetter(1), counted)):
+        # a count of all so far
+        counted = counted[:1] + [(step, count - last) for (_, last), (step, count) in pairwise(counted)]
     scales = dict(metrics.logged("loss scale"))
     if run.skips or len(counted) < 2:
         return [skip for skip in run.skips if not skip.is_nan_loss]
@@ -537,6 +543,17 @@ def _risen(metrics: Metrics) -> Sign | None:
     return Sign("fell", sentence, "Look at the learning rate and the data between these steps.", since)
 
 
+def above_its_lowest(known: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """Return where a loss was lowest, if it ends a fifth above that, by far more than it moves from row to row."""
+    values = [value for _, value in known]
+    smooth = [median(values[max(at - 2, 0) : at + 3]) for at in range(len(values))]
+    at = min(range(len(smooth)), key=smooth.__getitem__)
+    usual = median(abs(b - a) for a, b in pairwise(values))
+    end = median(values[-5:])
+    is_above = smooth[at] > 0 and end > 1.2 * smooth[at] and end - smooth[at] > 3 * usual
+    return min(known[max(at - 2, 0) : at + 3], key=itemgetter(1)) if is_above else None
+
+
 def _drift(metrics: Metrics) -> Sign | None:
     """Find a reward or loss that drifted away from its best and stayed away."""
     for effect in (REWARD, LOSS):
@@ -553,8 +570,11 @@ def _drift(metrics: Metrics) -> Sign | None:
         is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
         if is_away and abs(end - best) > scatter:
             verb, last = ("fell" if end < best else "rose"), parts[at][-1][0]
+            worst = (max if verb == "rose" else min)(levels[at:])
+            way = f", by way of {number(worst, 2)}" if abs(worst - best) > 1.5 * abs(end - best) else ""
             sentence = (
-                f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end."
+                f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end"
+                f"{way}."
             )
             return Sign("fell", sentence, "", last, last + 1)
     return None

@@ -207,7 +207,7 @@ def explosions_of(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]
     """Find a segment's explosions, each with its kind by the norms alone."""
     groups = [tuple(group) for stands_out, group in groupby(judged, lambda step: step.stands_out) if stands_out]
     is_begun = segment.before is None and segment.first <= 2 * interval(segment.metrics)
-    found = [Explosion(segment, g, is_begun and g[0] is judged[0] and _is_start(g)) for g in groups]
+    found = [Explosion(segment, g, is_begun and _is_start(g, judged)) for g in groups]
     grown = growth(segment, judged)
     if grown is not None:
         within = range(grown.first, grown.steps[-1].step + 1)
@@ -222,10 +222,13 @@ def explosions_of(segment: Segment, judged: Sequence[Judged]) -> list[Explosion]
     return [explosion if explosion is grown else _with_kind(explosion, judged) for explosion in found]
 
 
-def _is_start(steps: Sequence[Judged]) -> bool:
-    """Return whether a run's first norms are high as first norms are; a row or two of fp16's search may come before."""
+def _is_start(steps: Sequence[Judged], judged: Sequence[Judged]) -> bool:
+    """Return whether a run's first norms are high as first norms are; a row or two of fp16's search may come before, or
+    a few that are not as high.
+    """
     first = next((step for step in steps[:3] if math.isfinite(step.norm)), steps[0])
-    return first.is_early
+    before = judged[: judged.index(steps[0])]
+    return first.is_early and len(before) < RISING and all(step.norm > LEVEL * first.typical for step in before)
 
 
 def _with_kind(explosion: Explosion, judged: Sequence[Judged]) -> Explosion:
