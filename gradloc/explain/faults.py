@@ -26,7 +26,9 @@ def fault_sentences(event: Event) -> list[str]:
     made = []
     if {"reference_norm", "reference_usual_norm"} <= known.keys():
         at, own = number(known["reference_norm"], 3), number(known["reference_usual_norm"], 3)
-        made.append(f"A micro-batch of an earlier step has norm {at} at these weights, and had {own} at its own.")
+        made.append(
+            f"An earlier step's micro-batch has norm {at} with this step's weights, and had {own} with its own step's."
+        )
     if "norm_without_update" in known:
         made.append(f"With the last update undone this step's norm is {number(known['norm_without_update'], 3)}.")
     if "norm_under_usual_update" in known:

@@ -378,8 +378,8 @@ def _where(event: Event) -> Section:
         steps = number(event.layer_history.num_steps if event.layer_history else None)
         blocks.append(f"Layers against their own median over {steps} steps: {names}.")
     parts = filter(None, (search.strategy, cost(search)))
-    status = search.status.replace("_", " ") + (f": {search.stop_reason}" if search.stop_reason else "")
-    blocks.append(f"The search: {', '.join(parts)}; {status}.")
+    status = search.status.replace("_", " ") + (f"; {search.stop_reason}" if search.stop_reason else "")
+    blocks.append(f"Search: {', '.join(parts)}. Outcome: {status}.")
     if search.path:
         hidden = len(search.path) - _MAX_PROBES
         rest: list[Block] = [f"And {plural(hidden, 'part')} more."] if hidden > 0 else []

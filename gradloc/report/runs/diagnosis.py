@@ -212,15 +212,19 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     if _is_overwritten(run, worst):
         made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
     made.sentences += _others(made.explosions)
-    made.sentences.append(_on_tokens(run.metrics, worst.peak.step))
+    made.sentences.append(_on_tokens(run, worst.peak.step))
     advice, made.command = _advise_resume(run, made.explosions, is_hurt, bool(sound))
     made.sentences.append(advice)
 
 
-def _on_tokens(metrics: Metrics, step: int) -> str:
+_TURN_ON = ("train with GradLoc on", "add gradloc.Watch(model, optimizer) to the loop")
+
+
+def _on_tokens(run: LoggedRun, step: int) -> str:
     """Say where the tokens of a step's spike are named, or why they are not."""
+    metrics = run.metrics
     if not any(name.startswith("gradloc/") for name in metrics.series):
-        return "A log cannot show which tokens did it: train with GradLoc on."
+        return f"A log cannot show which tokens did it: {_TURN_ON[run.trainer == 'other']}."
     spikes, thresholds = (dict(metrics.logged(f"gradloc/{name}")) for name in ("spikes", "threshold"))
     if spikes.get(step) != 0:
         return "Which tokens did it is in the events that GradLoc wrote: name their folder, which gradloc.dump_dir set."
@@ -527,6 +531,9 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
     where = str(earlier[-1]) if earlier else ""
     verb = f"{condition}resume" if condition else "Resume"
     sentence = f"{verb} from your last checkpoint before step {before}{' as counted here' if run.is_counted else ''}"
+    seen = min((step for segment in run.segments for step in segment.metrics.steps if step >= before), default=before)
+    if seen > before:
+        sentence += f" (steps {before} to {seen - 1} are not logged)"
     saved = max((step for step in run.saved if step < before), default=None)
     if not where and saved is not None and not run.is_counted:
         where = run.saved[saved]

@@ -6,6 +6,7 @@ rule sees one mini-batch position: the largest norm where the run logged it, els
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,10 +67,18 @@ def missing_norm(metrics: Metrics, name: str) -> str:
             f"{name} has several gradient norms; {odd} stands out the most: {number(peak, 3)} at step {step}, "
             f"{number(peak / usual[odd], 3)} times its median. Name one with --metric: {listed(known)}."
         )
-    return (
-        f"{name} logs no gradient norm. If one of these is the norm, name it with --metric: "
-        f"{listed(name for name in metrics.own_names if not is_bookkeeping(name))}."
-    )
+    others = [own for own in metrics.own_names if not is_bookkeeping(own) and not _NO_NORM.search(own)]
+    if not others:
+        return f"{name} logs no gradient norm."
+    return f"{name} logs no gradient norm. If one of these is the norm, name it with --metric: {listed(others)}."
+
+
+_NO_NORM = re.compile(
+    r"loss|scale|\blr\b|learning|epoch|sec|time|acc|score|reward|entropy|kl\b|mem|tok|step|iter|\beta\b|speed|ppl|perplex"
+    r"|xent|val|eval|test|length|samples|mfu|tps|\bdt|percent",
+    re.IGNORECASE,
+)
+"""Names of what is no gradient norm."""
 
 
 def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> list[list[Judged]]:
