@@ -74,7 +74,8 @@ def test_without_a_command_it_says_how_it_is_called(words, code, capsys):
         ("trigger.tau=x", "gradloc.trigger.tau must be"),
     ],
 )
-def test_a_wrong_setting_is_refused_before_the_command_starts(setting, said, capsys):
+def test_a_wrong_setting_is_refused_before_the_command_starts(setting, said, capsys, monkeypatch):
+    monkeypatch.setattr(os, "execvpe", lambda *given: pytest.fail("it started"))
     assert run.main([setting, sys.executable]) == 2
     assert said in capsys.readouterr().err
 
