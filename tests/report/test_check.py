@@ -154,6 +154,13 @@ def test_a_variable_of_a_script_that_doubles_the_one_before_stays_small(tmp_path
 
 
 @pytest.mark.full
+def test_a_preset_that_is_none_and_a_size_that_is_no_number_are_refused_in_our_words(verl, shown):
+    assert "+gradloc=foo is no preset: there are heal, mask," in shown("check", "+gradloc=foo", code=1)
+    said = shown("check", *ON, "trainer.nnodes=x", code=1)
+    assert "a size must be a whole number, found 'x'." in said
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", ["ppo_micro_batch_size_per_gpu=0", "ppo_mini_batch_size=0"])
 def test_a_size_of_0_is_refused_with_a_sentence(verl, refused, wrong):
     refused("check", *ON, f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.{wrong}")

@@ -26,6 +26,7 @@ from ..pages import terminal
 from ..shell import is_script, overrides_in
 
 CARD_GIB = 79.6
+PRESETS = Path(__file__).parents[2] / "conf" / "gradloc"
 EPILOG = """\
 examples:
   gradloc check run.yaml                              a config that a run has written, or one with defaults
@@ -190,6 +191,8 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
             raise ReportError(
                 f"{path} builds on verl's defaults, and verl is not installed here: run this where it is."
             ) from None
+        if preset := re.search(r"Could not find 'gradloc/(\w+)'", why):
+            raise _no_preset(preset[1]) from None
         raise ReportError(f"Hydra cannot make a config of this: {one_line(why, 300)}") from None
     if "actor_rollout_ref" not in config:
         raise ReportError(f"{path} has no actor_rollout_ref: it is no config of verl's PPO trainer.")
@@ -203,7 +206,18 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         why = str(error).partition("\n")[0]
         raise ReportError(f"{path or 'the config'} cannot be read: {one_line(why, 300)}.") from None
     except ValueError as error:
-        return Checked(trainer, None, [], str(error), None)
+        return Checked(trainer, None, [], _said(error), None)
+
+
+def _no_preset(name: str) -> SystemExit:
+    known = ", ".join(sorted(each.stem for each in PRESETS.glob("*.yaml")))
+    return SystemExit(f"+gradloc={name} is no preset: there are {known}.")
+
+
+def _said(error: Exception) -> str:
+    """Return what an error says, in words of ours where it is Python's on a number."""
+    _, is_number, found = str(error).partition("invalid literal for int() with base 10: ")
+    return f"a size must be a whole number, found {found}." if is_number else str(error)
 
 
 def _refuse_words(overrides: Iterable[str]) -> None:
@@ -230,10 +244,9 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     for override in overrides:
         key, _, value = override.partition("=")
         if key.lstrip("+") == "gradloc":
-            preset = Path(__file__).parents[2] / "conf" / "gradloc" / f"{value}.yaml"
+            preset = PRESETS / f"{value}.yaml"
             if not preset.is_file():
-                known = ", ".join(sorted(each.stem for each in preset.parent.glob("*.yaml")))
-                raise SystemExit(f"+gradloc={value} is no preset: there are {known}.")
+                raise _no_preset(value)
             given = OmegaConf.load(preset)
             given.pop("defaults", None)
             config = OmegaConf.merge(config, given)
@@ -249,7 +262,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
     try:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS) as error:  # batch sizes that only verl's defaults say
-        plan = f"a size is missing, 0 or no number ({str(error).rstrip('.')})"
+        plan = f"a size is missing, 0 or no number ({_said(error).rstrip('.')})"
     return Checked("verl, by its overrides alone", settings, on, "", plan, why)
 
 
