@@ -48,13 +48,13 @@ def test_a_run_of_verl_is_told_on_a_page(verl, shown):
     out = shown("check", *ON, "trainer.nnodes=4", f"{ACTOR}.gradloc.action.mode=mask", "--model", "7B", columns=80)
     assert len(out.splitlines()) < 40 and max(map(len, out.splitlines())) <= 80
     told = lines(shown("check", *ON, "trainer.nnodes=4", "--model", "7B", "--seconds", "60", columns=1000))
-    assert told["refused"] == "GradLoc refuses nothing" and told["on"] == f"{ACTOR}.gradloc.enable"
+    assert told["refused"] == "nothing" and told["on"] == f"{ACTOR}.gradloc.enable"
     assert told["model"].startswith("7B: 7.6B weights on 32 GPUs, one replica over 32; 2 micro-batches of 4,096 tokens")
     assert told["search 1"].endswith("everything stays on the device <- the first that fits")
     # an update of four optimizer steps, and one setting that is measured when time is up
     seconds = Limit(2, 4.0, 60 / 4).seconds * 5 / 4
     assert "1 search in an update of 4 optimizer steps" in told["stall"] and f"{seconds:.0f} s at most" in told["stall"]
-    assert told["written"].startswith("/runs/x/gradloc on the driver: 100 events at most")
+    assert told["events"].startswith("/runs/x/gradloc on the driver: 100 events at most")
 
 
 @pytest.mark.full
@@ -88,7 +88,7 @@ def test_what_the_trainer_refuses_at_start_is_refused_in_the_same_words(verl, ca
 def test_a_run_of_trl_is_told_and_refused_as_its_trainer_would(trl, shown, capsys):
     told = lines(shown("check", trl(gradloc="mask"), "per_device_train_batch_size=2", "--gpus", "8", "--model", "0.5B"))
     assert told["model"].startswith("0.5B: 0.5B weights on 8 GPUs, one replica over 1; 8 micro-batches of 1,536 tokens")
-    assert told["action"].startswith("mask") and told["written"].startswith("/runs/x/gradloc on the driver")
+    assert told["on a spike"].startswith("action mask") and told["events"].startswith("/runs/x/gradloc on the driver")
     assert list(lines(shown("check", trl(gradloc="off")))) == ["refused", "on"]
     unknown = lines(shown("check", trl(lerning_rate=1e-6), "num_generation=4"))["unknown"]
     assert unknown == "lerning_rate: did you mean learning_rate?; num_generation: did you mean num_generations?"
@@ -111,7 +111,7 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
     named = lines(shown("check", trl(), "--model", "7B"))
     for name in ("training", "search 1", "search 4"):
         assert read[name] == named[name]
-    assert lines(shown("check", trl(model_name_or_path="org/hub")))["memory"].startswith("not known: no config.json at")
+    assert lines(shown("check", trl(model_name_or_path="org/hub")))["memory"].startswith("not known: no sizes are known of")
     none = lines(shown("check", trl(), "--model", "72B", "--card", "40"))
     assert none["training"].endswith("does not fit") and none["search"].startswith("no way fits")
     for wrong in ({"num_attention_heads": 0}, {"intermediate_size": None}):
@@ -124,8 +124,8 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
     [
         (["nowhere.yaml"], "nowhere.yaml does not exist: name the run's config"),
         (["OTHER"], "other.yaml has no setting of TRL's or verl's: name the run's config"),
-        (["LIST"], "is no YAML or JSON of settings by name"),
-        (["ANCHORS"], "is no YAML or JSON of settings by name"),
+        (["LIST"], "is no configuration in YAML or JSON"),
+        (["ANCHORS"], "is no configuration in YAML or JSON"),
         (["LARGE"], "is no run's config: it is larger than 0.2 MB"),
         (["TRL", "--gpus", "0"], "must be positive numbers"),
         (["trainer.nnodes=2", "--gpus", "8"], "--gpus is for TRL's arguments"),
@@ -202,7 +202,7 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     assert lines(shown("check", "trainer.nnodes=2", columns=1000))["on"] == "nothing"
     said = lines(shown("check", "+gradloc=mask", "--model", "7B", "--seconds", "9", columns=1000))
     assert said["action"].startswith("mask") and "ppo_micro_batch_size_per_gpu must be set" in said["memory"]
-    assert "written" in said
+    assert "events" in said
     (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
     assert "verl is not installed" in refused("check", tmp_path / "run.yaml")
     (tmp_path / "run.sh").write_text("#!/bin/sh\necho hello\n")

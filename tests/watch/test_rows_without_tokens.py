@@ -106,7 +106,7 @@ def test_health_sees_norms_that_are_nan(tmp_path, capsys):
     capsys.readouterr()
     main(["health", str(tmp_path)])
     said = capsys.readouterr().out
-    assert "danger at step 6" in said and "actor/grad_norm is not finite (3 in a row" in said
+    assert "danger at step 6" in said and "actor/grad_norm is not finite; such steps in a row: 3" in said
 
 
 def test_mask_takes_the_step_without_a_row_of_nan_bit_for_bit(tmp_path):

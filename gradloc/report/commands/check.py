@@ -95,10 +95,11 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError(f"the config has a setting that is missing, 0 or no number ({error}).") from None
     if args.gpus is not None and checked.trainer != "TRL":
         raise ReportError("--gpus is for TRL's arguments: verl's are trainer.nnodes and trainer.n_gpus_per_node.")
-    rows = [("refused", checked.refusal or checked.unchecked or "GradLoc refuses nothing")]
+    rows = [("not checked", checked.unchecked) if checked.unchecked else ("refused", checked.refusal or "nothing")]
     rows += [("unknown", checked.unknown)] * bool(checked.unknown)
     if not checked.refusal:
-        rows.append(("on", ", ".join(checked.features) or "nothing"))
+        by = "gradloc: observe" if checked.trainer == "TRL" else "+gradloc=observe"
+        rows.append(("on", ", ".join(checked.features) or f"nothing: {by} turns GradLoc on"))
         if checked.settings is not None and checked.settings.enable and checked.plan is not None:
             rows += _costs(args, checked.plan, checked.settings) + _written(checked.settings)
     if args.json:
@@ -144,7 +145,9 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
         except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
             content = None
         if not isinstance(content, dict) or is_larger(content, SETTINGS // 4):
-            raise ReportError(f"{first} is no YAML or JSON of settings by name.")
+            raise ReportError(
+                f"{first} is no configuration in YAML or JSON: name a run.sh or a config.yaml; a log: gradloc {first}"
+            )
         if "actor_rollout_ref" not in content and "defaults" not in content:
             return _read_trl(first, content, overrides, gpus or 1)
     return _read_verl(Path(first) if is_file else None, overrides if is_file else [first, *overrides])
@@ -258,7 +261,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
         return Checked("verl", None, [], str(error), None)
     switched = {"actor_rollout_ref.actor.gradloc.enable": settings.enable, "trainer.health.enable": health}
     on = [key for key, is_on in switched.items() if is_on]
-    why = "not checked, because verl is not installed here; the names of GradLoc's settings are right"
+    why = "what verl refuses, since it is not installed here; the names of GradLoc's settings are right"
     try:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS) as error:  # batch sizes that only verl's defaults say
@@ -297,8 +300,9 @@ def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus
 
 def _costs(args: argparse.Namespace, plan: Plan | str, settings: Any) -> list[tuple[str, str]]:
     tau = settings.trigger.tau
-    trigger = "the trigger adapts" if tau is None else f"the trigger is fixed, tau={tau:g}"
-    said = [("action", f"{settings.action.mode}; {trigger}; search {settings.search.strategy}")]
+    threshold = "adaptive" if tau is None else f"{tau:g}"
+    action, strategy = settings.action.mode, settings.search.strategy
+    said = [("on a spike", f"action {action}; threshold {threshold}; search {strategy}")]
     if isinstance(plan, str):
         return [*said, ("memory", f"not known, nor the stall: {plan}")]
     model = _model(args.model or plan.model)
@@ -334,6 +338,7 @@ def _update_seconds(model: Model, plan: Plan) -> float:
 
 def _model(name: str) -> Model | str:
     """Return the model's sizes, or why they are unknown."""
+    given = name
     size = re.search(r"[-_](\d+(?:\.\d+)?B)\b", name, re.IGNORECASE)
     if size and not Path(name).expanduser().exists():
         name = size[1].upper()
@@ -342,7 +347,7 @@ def _model(name: str) -> Model | str:
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        return f"no config.json at {name or 'the model'}: name a folder or a size ({', '.join(MODELS)}) by --model"
+        return f"no sizes are known of {given or 'the model'}: name a model's folder or {', '.join(MODELS)} by --model"
     try:
         return model_of(path.parent.name, read_json(path))
     except (ValueError, *_WRONG_KINDS) as error:
@@ -403,6 +408,6 @@ def _written(settings: Any) -> list[tuple[str, str]]:
     ]
     receivers += ["trackers' alerts"] * notify.tracker_alerts
     return [
-        ("written", f"{settings.root} on the driver: {kept}{weights}; no bundle beyond {evidence.max_gb:g} GB"),
-        ("notified", ", ".join(receivers)),
+        ("events", f"{settings.root} on the driver: {kept}{weights}; no bundle beyond {evidence.max_gb:g} GB"),
+        ("alerts", ", ".join(receivers)),
     ]

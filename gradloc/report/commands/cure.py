@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if folder.trainer == "loop":
             why = "gradloc.Watch does not know how a loop makes its loss"
         elif any(event.cures is not None for event in folder.events):
-            why = "none of the trainer's settings could be tried"
+            why = "the search had no time or no way to try one"
         _print_advice(folder, why)
         return 0
     num = len(measured)
@@ -71,7 +71,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
 
 def _print_advice(folder: RunFolder, why: str) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
-    console.print(f"No setting was measured ({events}): {why}. What people do about such causes:")
+    console.print(f"No setting was tried on {events}: {why}. What people do about such causes:")
     for (do, line), count in advice(folder).most_common():
         console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
         console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)

@@ -137,7 +137,9 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     for step in spikes:
         at = own.get(step.step)
         if None not in (at, step.threshold) and not math.isclose(at, step.threshold, rel_tol=0.01):
-            console.print(f"By the adaptive rule; the run's own threshold at step {step.step} was {number(at, 3)}.")
+            console.print(
+                f"These thresholds are the adaptive rule's; the run itself used {number(at, 3)} at step {step.step}."
+            )
             break
     for step in early:
         console.print(
