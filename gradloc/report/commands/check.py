@@ -146,7 +146,7 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
             content = None
         if not isinstance(content, dict) or is_larger(content, SETTINGS // 4):
             raise ReportError(
-                f"{first} is no configuration in YAML or JSON: name a run.sh or a config.yaml; a log: gradloc {first}"
+                f"{first} is no configuration in YAML or JSON: name a run.sh or config.yaml; a log: gradloc {first}"
             )
         if "actor_rollout_ref" not in content and "defaults" not in content:
             return _read_trl(first, content, overrides, gpus or 1)
