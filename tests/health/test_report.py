@@ -12,7 +12,7 @@ from gradloc.report.logs.recording import build
 from gradloc.report.runs.health import judge
 from gradloc.report.runs.run import read_run
 from tests.health.histories import healthy
-from tests.report.builder import make_event, write_run
+from tests.report.builder import REPO, make_event, write_run
 
 RECORDINGS = Path(__file__).parent / "recordings"
 
@@ -181,3 +181,16 @@ def test_the_page_has_a_strip_with_reasons_and_the_same_in_text_and_without_metr
     assert "<code>data.max_response_length=4096</code>" in text
     text = page_of(write_run(tmp_path / "events", [make_event()]))
     assert '"bands":[]' in text and "The run's health" not in text
+
+
+@pytest.mark.parametrize("name", ["megatron-diverges.log", "fairseq-jump.log"])
+def test_a_run_that_did_not_recover_is_not_called_healthy_at_its_end(name, shown):
+    log = REPO / "tests" / "data" / "pieces" / name
+    said = " ".join(shown("health", log, "--fail-on", "found", code=1).split())
+    assert re.search(r"Step \d+: gradient norm .*(did not recover|ends at the spike)\.", said)
+    assert "healthy" not in shown("watch", "--once", log).splitlines()[0]
+
+
+def test_a_log_of_overflows_alone_is_answered_by_what_the_report_finds(shown):
+    log = REPO / "tests" / "data" / "pieces" / "deepspeed-skips-all.log"
+    assert "fp16 overflowed 10 times" in " ".join(shown("health", log, "--fail-on", "found", code=1).split())

@@ -50,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
     folder = read_run(args.path, args.metrics, args.metric, args.pattern)
     healths = [judge(run.parts, config, args.grad_clip) for run in folder.runs]
     if not healths or not healths[0]:
+        first = folder.diagnoses[0] if folder.runs else None
+        if first is not None and first.kind and not args.json:  # such as a log of overflows alone
+            said = f"{first.headline} No rule of health reads a metric of this log."
+            terminal.console().print(f"{one_line(folder.name)}: {one_line(said)}")
+            return exit_code(args.fail_on, True, True, [STATES[-1]] * first.is_unrecovered)
         why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
         nothing = f"{folder.path} has no metrics that can be judged: name the run's log, or its metrics with --metrics."
         raise ReportError(why or nothing)

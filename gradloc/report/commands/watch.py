@@ -8,6 +8,7 @@ asks this server every other second whether the run has changed, and loads the r
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 import threading
 import time
@@ -99,6 +100,8 @@ def view(follower: Follower, width: int, is_live: bool = True) -> Group:
     elif run.runs:  # GradLoc may have been off: what the log says
         diagnosis = run.diagnoses[0]
         parts.append(Text(one_line(diagnosis.headline), style="bold red" if diagnosis.kind else "green"))
+        if diagnosis.kind:
+            parts.append(Text(f"What to do: gradloc {shlex.quote(str(run.path))}", style="cyan"))
     else:
         parts.append(Text("No spike so far.", style="green"))
     parts += [Text(one_line(note), style="yellow") for note in run.notes[-3:]]
