@@ -52,6 +52,15 @@ def test_a_run_without_an_event_is_judged_by_its_log(tmp_path, shown):
     assert shown(tmp_path, "--list") == ""
 
 
+def test_a_log_of_a_folder_that_is_not_judged_is_said(tmp_path, capsys):
+    for name, text in (("a.log", QUIET), ("b.log", LOST), ("c.log", RESUMED)):
+        (tmp_path / name).write_text(text)
+    assert main([str(tmp_path)]) == 0
+    said = "2 logs of the folder without a gradient norm were not judged: b.log, c.log."
+    assert said in capsys.readouterr().err
+    assert main([str(tmp_path / "a.log"), str(tmp_path / "b.log"), "--fail-on", "found"]) == 1
+
+
 def test_json_says_the_kind_and_what_it_was_judged_from(tmp_path, shown):
     (tmp_path / "a.log").write_text(SPIKE)
     (said,) = json.loads(shown(tmp_path / "a.log", "--json"))["diagnoses"]

@@ -21,7 +21,7 @@ from ..memory import uncollected
 from . import stores, tables
 from .documents import is_document, read_document
 from .lines import read_by_pattern, read_lines
-from .names import is_norm
+from .names import is_norm, is_training_loss
 from .recording import Recording
 from .segments import LoggedRun, runs_of
 from .source import Source, is_spreadsheet, spool, unpack
@@ -226,6 +226,11 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
     found = _joined(found)
     with_norms = [recording for recording in found if _norms(recording)]
     kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
+    judged = {each.source for each in with_norms or kept}
+    unjudged = {each.source for each in found if LOGLIKE.search(each.source) and _has_loss(each)}
+    if unjudged := sorted(unjudged - judged):
+        count, verb = plural(len(unjudged), "log"), "was" if len(unjudged) == 1 else "were"
+        notes.append(f"{count} of the folder without a gradient norm {verb} not judged: {first_of(unjudged)}.")
     silent = [name for name in unread if LOGLIKE.search(name)]
     if kept and silent:
         files = plural(len(silent), "file")
@@ -299,6 +304,10 @@ def _joined(recordings: list[Recording]) -> list[Recording]:
             values.update(own)
         first[key].source = recording.folder.name
     return kept
+
+
+def _has_loss(recording: Recording) -> bool:
+    return any(map(is_training_loss, recording.rows[0][1]))
 
 
 def _norms(recording: Recording) -> list[float]:
