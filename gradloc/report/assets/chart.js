@@ -54,7 +54,7 @@ class Chart {
         { ...axis, grid: { ...axis.grid, filter: (plot, values) => values.map((value) => (!panel.is_log || isRound(value) ? value : null)) }, size: 58, space: index ? 22 : 34, values: (plot, values) => values.map((value) => (value === null || (panel.is_log && !isRound(value)) ? "" : short(value))) },
       ],
       cursor: { y: false, sync: { key: "steps" }, drag: { x: true, y: false, dist: 8 }, points: { size: 7, show: (plot, row) => rows[row - 1].kind !== "mark" && undefined } },
-      padding: [index ? 16 : 10, 12, isLast ? 4 : 7, 0],
+      padding: [index ? 16 : 10, 20, isLast ? 4 : 7, 0],
       hooks: {
         setScale: [(plot, key) => key === "x" && this.plots && this.zoom(plot.scales.x.min, plot.scales.x.max)],
         setCursor: [(plot) => plot === this.main && this.describe(plot.cursor.left >= 0 ? this.nearest(plot.posToVal(plot.cursor.left, "x")) : null)],

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
         nothing = f"{folder.path} has no metrics that can be judged: name the run's log, or its metrics with --metrics."
         raise ReportError(why or nothing)
-    for run, health in zip(folder.runs, healths, strict=True):
+    for run, health, diagnosis in zip(folder.runs, healths, folder.diagnoses, strict=True):
+        health.is_unrecovered = diagnosis.is_unrecovered
         health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
     if args.json:
         output.deliver(None, _json(folder, healths[0]))

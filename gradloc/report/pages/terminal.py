@@ -22,7 +22,7 @@ from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow, Events
 from ..runs.health import judge
 from ..runs.run import EventGroup, RunFolder
-from ..runs.spikes import UNRECOVERED, Judged
+from ..runs.spikes import Judged
 from .document import Block, EventDocument, Facts, Fold, Heading, Lines, Section, TokenCell, document
 from .document import Table as Cells
 
@@ -207,11 +207,9 @@ def diagnosis(folder: RunFolder) -> None:
     for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics.own_norm):
         out.print(line)
     health = judge(first.run.parts)
+    health.is_unrecovered = first.is_unrecovered
     if health and (health.num_unwell or not first.kind):  # rules that saw nothing do not contradict the kind
-        is_odd = (
-            health.num_unwell and health.state == "healthy" and first.kind in UNRECOVERED
-        )  # rules learn a new level
-        out.print(f"Health: {health.share if is_odd else health.headline}")
+        out.print(f"Health: {health.headline}")
         for finding in health.findings[:1]:
             out.print(f"  {finding.worst.name}, step {finding.worst_step}: {finding.worst.sentence}", style="dim")
     out.print(visible(first.ground), style="dim")

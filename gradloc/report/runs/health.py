@@ -51,6 +51,8 @@ class RunHealth:
     metrics: tuple[str, ...] = ()
     """Metrics that the rules read, by the log's names."""
     warmup: int = 0
+    is_unrecovered: bool = False
+    """Whether the run ends as it is not to be; the rules learn a new level, and then call its last step healthy."""
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -87,6 +89,8 @@ class RunHealth:
             return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; no other rule reads {them}."
         if not self.num_unwell:
             return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
+        if self.is_unrecovered and last.state == STATES[0]:
+            return self.share
         return f"{self.share} At the last step, {last.step}: {last.state}."
 
     @property
