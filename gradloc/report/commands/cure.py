@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if folder.trainer == "loop":
             why = "gradloc.Watch does not know how a loop makes its loss"
         elif any(event.cures is not None for event in folder.events):
-            why = "the search had no time or no way to try one"
+            why = "none that fits the cause can be tried on a step again, or no time was left"
         _print_advice(folder, why)
         return 0
     num = len(measured)
