@@ -133,13 +133,14 @@ def sum_products(task: Task, shares: ShareMap, spans: Sequence[Span]) -> float:
     return ranks.sum(ranks.run_local_synced(local))[0]
 
 
-def compute_pulls(task: Task) -> list[torch.Tensor]:
-    """Return how much the loss pulls each token of this rank: |c_t| + |e_t| over the token's weight in the loss,
-    float64 (B, T) of each micro-batch."""
+def compute_pulls(task: Task, with_entropy: bool = True) -> list[torch.Tensor]:
+    """Return how much the loss pulls each token of this rank: |c_t| + |e_t|, or |c_t| alone, over the token's weight in
+    the loss, float64 (B, T) of each micro-batch."""
     found = []
     for index, readout in enumerate(task.readouts(())):
+        sizes = readout.weight if with_entropy else readout.log_prob_weight
         weights = task.prober.step.token_weights(index).abs().double()
-        found.append(torch.where(weights > 0, readout.weight / weights.clamp(min=TINY), 0.0))
+        found.append(torch.where(weights > 0, sizes / weights.clamp(min=TINY), 0.0))
     return found
 
 
@@ -155,9 +156,9 @@ class UsualPull(NamedTuple):
 def find_usual_pull(task: Task) -> UsualPull:
     """Return the median pull of a row that two fifths of all ranks' rows surpass: if more are off, the batch is.
 
-    Where the run has a history, rows with a coefficient that is unusual in it are left out, unless more than three
-    fifths are: then the batch is scaled. Without a history, or an unusual row, it is where the pull is unusual for a
-    log-prob's loss.
+    Where the run has a history, unusual rows are left out, unless more than three fifths are: then the batch is scaled.
+    A row is unusual if its coefficient is in this run, or if the entropy makes most of its pull, and that is unusual
+    for a log-prob's loss. Without a history, or an unusual row, the batch is scaled where the pull is.
     """
     usual, step = task.usual_coefficient, task.prober.step
 
@@ -165,8 +166,14 @@ def find_usual_pull(task: Task) -> UsualPull:
         pulls = compute_pulls(task)
         if usual is None:
             return [(median_size([row]), False) for _, _, (row,) in rows_of(task, pulls.__getitem__)]
-        rows = rows_of(task, pulls.__getitem__, lambda index: typical_sizes(step, index))
-        return [(median_size([row]), excess(median_size([sizes]), usual) is not None) for _, _, (row, sizes) in rows]
+        without, found = compute_pulls(task, with_entropy=False), []
+        values = pulls.__getitem__, without.__getitem__, lambda index: typical_sizes(step, index)
+        for _, _, row in rows_of(task, *values):
+            pull, by_log_prob, size = (median_size([each]) for each in row)
+            # the history's coefficients are by log-probs, so it cannot show that the entropy pulls too much
+            by_entropy = pull > UNUSUAL * max(by_log_prob, 1 / task.unit)
+            found.append((pull, by_entropy or excess(size, usual) is not None))
+        return found
 
     gathered = task.prober.ranks.gather(task.prober.ranks.run_local_synced(local))
     rows = [row for part in gathered for row in part if row[0] > 0]

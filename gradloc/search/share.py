@@ -270,9 +270,14 @@ class Readout:
         """c_t (1 - p_t), the derivative of the loss by the log-odds: float64 (B, T)."""
 
     @property
+    def log_prob_weight(self) -> torch.Tensor:
+        """|c_t|, how much the loss weighs each token by its log-prob: float64 (B, T)."""
+        return self._log_prob.abs()
+
+    @property
     def weight(self) -> torch.Tensor:
         """|c_t| + |e_t|, how much the loss weighs each token: float64 (B, T)."""
-        return self._log_prob.abs() if self._entropy is None else self._log_prob.abs() + self._entropy.abs()
+        return self.log_prob_weight if self._entropy is None else self.log_prob_weight + self._entropy.abs()
 
     def scores(self, log_prob: torch.Tensor) -> torch.Tensor:
         """Return log-odds, or a critic's values unchanged: float64 (B, T)."""

@@ -13,7 +13,8 @@ from gradloc.search.find import localize
 from gradloc.search.share import ShareMap
 from gradloc.search.task import Span
 from tests.search import spike_of, task_of, trained
-from tests.toy_model import Loss, build, random_batch
+from tests.toy_model import Loss, ToyStep, build, random_batch
+from tests.toy_model.events import event_of
 from tests.toy_model.scenarios import scatter, useless_shares
 
 M, THRESHOLD = 4, 4.0
@@ -143,6 +144,19 @@ def test_the_loudest_of_a_batch_that_is_too_large_as_a_whole_are_no_culprits(giv
     assert (
         found.certificate.verdict == "not_explained" and found.certificate.norm_after == found.certificate.norm_before
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("plants", [{}, {(6, 1): 1e4}])
+def test_where_the_entropy_pulls_too_much_a_row_with_an_odd_advantage_makes_no_other_token_a_culprit(plants, seed):
+    """A history of coefficients shows the odd row, and nothing of what the entropy does to the others."""
+    healthy = random_batch(build("tiny"), seed=seed)
+    batch = healthy.planted({(3, position): 5.0 for position in range(healthy.labels.shape[1])} | plants)
+    step = ToyStep(build("tiny"), batch, M, loss=Loss(entropy=300.0))
+    typical = {"coefficient": (1.0 / batch.num_tokens, 3.0)}
+    event = event_of(step, batch, THRESHOLD * trained(healthy)[1].norm(), typical=typical)
+    assert [(culprit.row, *culprit.positions) for culprit in event.culprits] == list(plants)
+    assert event.cause.label == ("extreme_advantage" if plants else "entropy_term")
 
 
 def test_where_no_more_may_be_named_the_others_are_counted():
