@@ -546,6 +546,8 @@ class Labelled(Grammar):
         self._placed: set[str] = set()
         """The processes whose lines say a place in an epoch, as ``[2][50/391]``: others may say the run's step."""
         self._epoch: float | None = None
+        self._unplaced: tuple[str, int, int] | None = None
+        """The process, place and epoch's length of the last row before the first headline of an epoch."""
         """The epoch that a line of its own said last."""
         self._above: str | None = None
         """The process of the line above, where one without a step may say more of its step."""
@@ -578,7 +580,7 @@ class Labelled(Grammar):
         head = head or next(filter(None, (form.search(line) for form in forms)), None)
         if not head:
             if "poch" in line and (epoch := _EPOCH.search(line)) and not NOT_TRAINING.search(line):
-                self._epoch = float(epoch[1])
+                self._begin_epoch(float(epoch[1]))
             return False
         values = pairs(line, head.end())
         first = PAIRS.search(line, head.end())
@@ -612,6 +614,8 @@ class Labelled(Grammar):
             self.is_late |= scale > 1
             step = round(float(text.rstrip("KMkm")) * scale)
             length = int(total[1]) if total and "epoch" in values else None
+            if total and self._epoch is None:
+                self._unplaced = (process, len(self.rows[process]), int(total[1]))
         rows = self.rows[process]
         is_again = bool(rows) and rows[-1][0] == step and rows[-1][1].get("epoch") == values.get("epoch")
         if is_again and (is_bar or length is not None and not any(map(is_norm, values))):
@@ -623,6 +627,15 @@ class Labelled(Grammar):
         # a bar that is not begun still has the values of the epoch before
         self.num_drawn += sum(map(is_norm, values))
         return True
+
+    def _begin_epoch(self, epoch: float) -> None:
+        """Takes a headline of an epoch: the row above the first one is of the epoch before."""
+        if self._unplaced is not None and epoch > 1:
+            process, at, length = self._unplaced
+            if at == len(self.rows[process]) - 1:
+                self.rows[process][at][1].setdefault("epoch", epoch - 1)
+                self.lengths[process][at] = length
+        self._epoch, self._unplaced = epoch, None
 
     def _goes_on(self, line: str, process: str) -> bool:
         """Adds what a line says of the step above it: an indented one, or what a terminal has wrapped."""

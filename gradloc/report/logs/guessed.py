@@ -5,6 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isfinite
 
 from .grammars import NOT_TRAINING, Grammar
 from .names import is_norm, is_training_loss
@@ -45,6 +46,13 @@ class Guessed(Grammar):
     def names(self) -> list[str]:
         """The names of what was kept."""
         return [*dict.fromkeys(name for wanted, _ in self._kept for name in wanted)]
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of norms and losses that are not finite in what was kept."""
+        kept = [(wanted, lines) for (wanted, _), its in self._kept.items() for lines in its.values()]
+        found = [name for wanted, lines in kept for _, values in lines for name in wanted if not isfinite(values[name])]
+        return [*dict.fromkeys(found)]
 
     def take(self, line: str, process: str) -> bool:
         """Keep a line, or its parts where it was joined of two epochs', for :meth:`resolve`; leave it to others."""

@@ -203,8 +203,13 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     if not any(best.rows.values()):
         if all(skip.is_nan_loss for skip in skips):
             if names := guessed.names + exposed.unplaced:
+                lost = (
+                    f", of which {listed(guessed.lost, 3)} {'is' if len(guessed.lost) == 1 else 'are'} not finite"
+                    if guessed.lost
+                    else ""
+                )
                 raise ReportError(
-                    f"{source.name} has values ({listed(names, 3)}), and no line says of which step: paste the "
+                    f"{source.name} has values ({listed(names, 3)}){lost}, and no line says of which step: paste the "
                     "headline of the step, too, or name a log with several steps."
                 )
             return []
@@ -257,7 +262,8 @@ _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
 _JSON_BEGINS = re.compile(r"^[^{]*[^{\s][^{]*\{\"[^{}]{60,}$")
 """JSON behind something else, in a line that a terminal has wrapped."""
 _BARS = re.compile(
-    r"\^M|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)|(?<=\])\s*(?=\d{1,3}%\||(?:INFO|WARNING|ERROR):)"
+    r"\^M|(?<=\w)(?=\| epoch \d)|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)"
+    r"|(?<=\])\s*(?=\d{1,3}%\||(?:INFO|WARNING|ERROR):)"
     r"|[^\s,]*(?=Metric \w+ improved|Epoch \d+, global step \d)"
 )
 """Before each of several progress bars on a line; a carriage return, as a pager shows it; what Lightning prints behind
@@ -294,7 +300,9 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
             if "}" in line or len(parts) > 200:
                 yield " ".join(parts)
                 parts = []
-        elif "%|" in line and (line.count("%|") > 1 or any(map(line.__contains__, _OF_SEVERAL))):
+        elif "%|" in line and (
+            line.count("%|") > 1 or line.count("| epoch ") > 1 or any(map(line.__contains__, _OF_SEVERAL))
+        ):
             yield from filter(None, _BARS.split(line))
         elif len(line) > 2000 and (head := _HEAD.match(line)) and line.count(head[0]) > 5:  # written without line ends
             yield from filter(None, re.split(f"(?={re.escape(head[0])})", line))

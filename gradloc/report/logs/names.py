@@ -26,7 +26,7 @@ ALIASES = {
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
     "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_mean avg_loss loss_step "
-    "lm_loss_value xent cost rmse_trn trl perplexity ppl",
+    "lm_loss_value xent cost rmse_trn trl mse perplexity ppl",
     "critic/vf_loss": "vf_loss value_loss v_loss critic_loss value_function_loss mean_value_function_loss "
     "loss_value_avg",
     "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",
@@ -49,7 +49,7 @@ _OF_REWARD = {*"mean avg average total raw task all env ep episode episodic".spl
 """Words that a reward's name may have next to one of these; any other says that it is a part or a spread of it."""
 LOSS = "actor/pg_loss"
 _PERPLEXITY = {"ppl", "perplexity"}
-_LOSS = re.compile(r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent)(?:_|$)|^l_(?!r)[a-z]")
+_LOSS = re.compile(r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|mse)(?:_|$)|^l_(?!r)[a-z]")
 _NO_LOSS = re.compile(
     r"(?<![a-z])(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
     r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
@@ -259,6 +259,9 @@ def norm_of(counts: Mapping[str, int]) -> str | None:
     for known in (MAX, MEAN):
         if known in norms:
             return known
+    stems = {_STATISTIC.sub("", name) for name in norms}
+    if len(stems) == 1 and len(norms) > 1:  # grad_norm (mean) and grad_norm (max)
+        norms = [name for name in norms if "max" in name.lower()] or norms
     norms = [name for name in norms if not _PART.search(name.lower())] or norms
     for is_surer in _SURER:
         surer = [name for name in norms if is_surer(name)]
@@ -268,6 +271,7 @@ def norm_of(counts: Mapping[str, int]) -> str | None:
     return most[0] if len(most) == 1 else None
 
 
+_STATISTIC = re.compile(r"\W*_?(?:max|mean|avg|min|median)\W*$", re.IGNORECASE)
 _SURER = (
     lambda name: _plain(name) == "grad_norm",
     lambda name: "total" in name.lower() or "global" in name.lower(),

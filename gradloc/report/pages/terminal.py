@@ -219,7 +219,8 @@ def diagnosis(folder: RunFolder) -> None:
         out.print()
         out.print(f"{plural(len(others), 'other run')}:", style="bold")
     for other in others[:RUNS]:
-        out.print(f"  {one_line(other.run.name)}: {visible(other.headline)}")
+        said = visible(other.headline)
+        out.print(f"  {said}" if said.startswith(one_line(other.run.name)) else f"  {one_line(other.run.name)}: {said}")
     if len(others) > RUNS:
         out.print(f"  And {len(others) - RUNS} more.", style="dim")
     where = shlex.join(folder.named)

@@ -179,6 +179,9 @@ def _worst_first(run: LoggedRun, judged: Sequence[Sequence[Judged]]) -> list[Exp
     """Find the explosions of all segments; those of a run's first steps are the last."""
     pairs = zip(run.segments, judged, strict=True)
     found = [explosion for segment, steps in pairs for explosion in explosions_of(segment, steps)]
+    found = [
+        replace(each, is_start=False, kind="back") if each.is_start and _effects(each)[1] else each for each in found
+    ]
     last = run.segments[-1]
 
     def badness(found: Explosion) -> tuple[bool, bool, float, bool]:
@@ -194,7 +197,7 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     if worst.is_start:
         made.sentences.append("Norms are often high in a run's first steps and fall by themselves.")
     sound = sound_loss(surviving(worst.segment), worst.lost[0]) if worst.lost else ""
-    effects, is_hurt = _effects(worst)
+    effects, is_hurt = _effects(worst, _begin_of(worst, made.explosions))
     if sound:
         effects, is_hurt = f"{sound}: the weights are not NaN.", False
     elif worst.lost and is_hurt is None:
@@ -321,9 +324,21 @@ def _overwritten(run: LoggedRun) -> list[str]:
     return made
 
 
-def _effects(worst: Explosion) -> tuple[str, bool | None]:
-    """Describe an explosion's effects, and return whether they hurt; None where that is not known."""
-    metrics = surviving(worst.segment)
+def _begin_of(worst: Explosion, explosions: Sequence[Explosion]) -> int:
+    """Return the first step of the explosions that lead to one without a pause: what they did is no level before it."""
+    first, pause = worst.first, _NEAR * interval(surviving(worst.segment))
+    for each in sorted(explosions, key=lambda explosion: -explosion.first):
+        if each.segment is worst.segment and each.first < first <= each.steps[-1].step + pause:
+            first = each.first
+    return first
+
+
+def _effects(worst: Explosion, since: int | None = None) -> tuple[str, bool | None]:
+    """Describe an explosion's effects, and return whether they hurt; None where that is not known.
+
+    ``since`` is the step before which metrics are as usual; its own first one if None.
+    """
+    metrics, since = surviving(worst.segment), worst.first if since is None else since
     if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
         name, logged = loss_of(metrics)
         before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-_LEVEL:]
@@ -342,7 +357,7 @@ def _effects(worst: Explosion) -> tuple[str, bool | None]:
         known, title = metrics.known(metrics.first(effect.names)), effect.title
         if effect is LOSS and not loss_of(metrics)[1]:
             continue  # where there is a reward, the loss says nothing
-        change = _change(known, worst.first, effect.fall, effect.rise, within)
+        change = _change(known, since, effect.fall, effect.rise, within)
         if change:
             changes.append(f"{title} {change.sentence}")
             if not change.is_back:

@@ -27,6 +27,8 @@ from .signals import is_supervised, trainer_class
 
 DEPTH = 3
 """Levels of folders in which events are looked for."""
+FEW = 8
+"""Rows below which a run is listed last."""
 MOST_RUNS = 400
 """Most runs of a log that are diagnosed, those with the highest norms."""
 
@@ -196,13 +198,13 @@ def has_events(path: Path) -> bool:
 def read_logs(
     paths: Sequence[Path], metric: str | None = None, path: Path | None = None, pattern: str | None = None
 ) -> RunFolder:
-    """Read runs from logs alone, the one with the worst gradient norm first.
+    """Read runs from logs alone, the one with the worst gradient norm first, and one of a few rows without norms last.
 
     ``path`` is the path that the user named, where the logs are elsewhere.
     """
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
-    run.runs.sort(key=lambda logged: logged.peak, reverse=True)
+    run.runs.sort(key=lambda logged: (logged.peak, len(logged.metrics.steps) >= FEW), reverse=True)
     if len(run.runs) > MOST_RUNS:
         run.notes.append(f"{len(run.runs) - MOST_RUNS:,} more runs, with lower norms, are left out.")
         del run.runs[MOST_RUNS:]

@@ -451,7 +451,7 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
     usual = median(ways or [math.inf])
     for at in range(_AROUND, len(known) if is_supervised(metrics) else 0):
         value = known[at][1]
-        if not value > 1.3 * known[at - 1][1] > 0:
+        if not value > max(1.3 * known[at - 1][1], 0.0):
             continue
         before = [earlier for _, earlier in known[max(at - 20, 0) : at]]
         was = median(before[-_AROUND:])  # of a loss that falls, the last ones
@@ -459,8 +459,14 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
         is_sharp = value - was > (12 if value > 1.5 * max(before) else 40) * scatter
         # of a loss that falls, the first ones were higher, and there may have been a spike before this one
         third = sorted(before[-_AROUND:])[-3]
-        stands_out = value > 3 * third > 0 and math.log(value / third) > 12 * usual
-        if (value > 1.3 * max(before) and is_sharp or stands_out) and (best is None or value / was > best[0]):
+        stands_out = (
+            value > 3 * third > 0 and math.log(value / third) > 12 * usual and value > 2 * max(before[-_AROUND:])
+        )
+        if (
+            was > 0
+            and (value > 1.3 * max(before) and is_sharp or stands_out)
+            and (best is None or value / was > best[0])
+        ):
             best = value / was, at, was
     if best is None:
         return None
@@ -469,7 +475,7 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
     begin = at
     while begin and known[begin - 1][1] > 1.3 * was:
         begin -= 1
-    usual = max(known[begin][1] for begin in range(max(at - _AROUND, 0), at))
+    usual = sorted(value for _, value in known[max(at - _AROUND, 0) : at])[-2]
     back = next((later for later, value in known[at + 1 :] if value <= max(usual, 1.1 * was)), None)
     end = "is not back at the end of the log" if back is None else f"was back at step {back}"
     sentence = (

@@ -250,8 +250,8 @@ def _with_kind(explosion: Explosion, judged: Sequence[Judged]) -> Explosion:
     typical = explosion.peak.typical  # while norms stay high, the rule goes on calling them spikes
     stretch = after[:30]
     if typical and len(stretch) >= LASTING:
-        level = median(stretch[-LASTING:])
-        if level > LEVEL * typical and min(stretch) > typical:
+        level = median(stretch)
+        if min(level, median(stretch[-LASTING:])) > LEVEL * typical and min(stretch) > typical:
             return replace(explosion, kind="level", level=level)
     return replace(explosion, kind="end") if not after or last is judged[-1] else explosion
 
@@ -299,6 +299,8 @@ def ceiling(steps: Sequence[Judged]) -> str:
     top = max(norms)
     limit = float(f"{top:.1g}")
     at_it = [step.step for step in steps if math.isclose(step.norm, limit, rel_tol=1e-5)]
+    if len(at_it) == 1 and not math.isclose(top, limit, rel_tol=2e-6):
+        return ""  # as near by chance
     below = [norm for norm in norms if not math.isclose(norm, limit, rel_tol=1e-5)]
     if not math.isclose(top, limit, rel_tol=1e-5) or not below and len(norms) < len(steps):
         return ""  # the only other ones are 0: rounded
