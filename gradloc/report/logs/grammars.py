@@ -76,6 +76,8 @@ _ALONE = re.compile(rf"[\sâ”‚|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\sâ
 """A line that is a name and a number."""
 _SPLIT = re.compile(rf"(\d{{1,12}}) (train|val) ({NUMBER})\s*")
 """build-nanogpt's file: step, split and loss."""
+_YOLACT = re.compile(rf"\W*\[ *\d+\] +(\d{{1,12}}) \|\| .*\bT: ({NUMBER}) \|\| ETA")
+"""YOLACT's row: epoch, step, the losses by a letter, of which T is the total."""
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
     r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+"
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
@@ -566,6 +568,8 @@ class Labelled(Grammar):
     def _take(self, line: str, process: str) -> bool:
         if line[:1].isdecimal() and (row := _SPLIT.fullmatch(line)):
             return self.add(process, int(row[1]), {f"{row[2]} loss": as_float(row[3])})
+        if "|| ETA" in line and (row := _YOLACT.match(line)):
+            return self.add(process, int(row[1]), {"total loss": as_float(row[2])})
         if "|" in line and _MODULE.match(line):
             return False
         is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))

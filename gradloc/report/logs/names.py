@@ -319,8 +319,18 @@ def canonical(counts: Mapping[str, int]) -> dict[str, str]:
     if (LOSS not in own or is_rare(own[LOSS])) and LOSS not in counts and "actor/loss" not in counts:
         losses = [name for name in counts if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]
         if losses:
-            own[LOSS] = min(losses, key=lambda name: (is_rare(name), "total" not in name.lower(), len(name)))
+            own[LOSS] = min(losses, key=lambda name: (is_rare(name), *_rank(name)))
     return own
+
+
+def _rank(name: str) -> tuple[bool, bool, int]:
+    """Return how far a loss is from that of the whole model: the least is it."""
+    words = {*_plain(name).split("_")}
+    return not words & {"total", "task", "train", "overall", "main"}, bool(words & _OF_PART), len(name)
+
+
+_OF_PART = {*"kd kl distill distillation reg regularization aux commit style perceptual adv disc smooth tv".split()}
+"""Words of losses that are added to the model's own."""
 
 
 def _is_reward(name: str) -> bool:

@@ -327,6 +327,7 @@ class _Table:
         for recording in made.values():
             recording.receipt = f"{num_rows - num_bad:,} of {num_rows:,} rows read"
             recording.is_counted = self.step_at is None
+            source.notes += _gaps(recording)
         if num_bad > num_rows / 2:
             raise ReportError(
                 f"{source.name}: {num_bad:,} of its {num_rows:,} rows do not say their step; it was not read."
@@ -348,6 +349,15 @@ class _Table:
                 metric = metric.removesuffix("__MAX") + "_max"
             runs.setdefault(run.strip(), {})[place] = metric.strip()
         return runs
+
+
+def _gaps(recording: Recording) -> Iterator[str]:
+    """Note at which few of many steps a norm is not there, as where pandas has written a NaN."""
+    for name in filter(is_norm, {*chain(*(values for _, values in recording.rows))}):
+        empty = [step for step, values in recording.rows if name not in values]
+        if 0 < 20 * len(empty) <= len(recording.rows):
+            at = ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5)
+            yield f"{name} is empty at {plural(len(empty), 'step')} ({at}), which may be NaN as pandas writes it."
 
 
 def _is_index(names: list[str], sample: list[list[str]]) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from gradloc.report.errors import ReportError
 from gradloc.report.runs.diagnosis import diagnose
 from gradloc.report.runs.run import read_run
+from tests.report.builder import REPO
 
 NUM_STEPS, SPIKE = 60, 47
 PREFIXES = (
@@ -108,3 +109,8 @@ def test_a_spike_is_found_at_its_step_in_any_spelling_or_the_log_is_refused(tmp_
         assert (worst.peak.step, round(worst.peak.norm)) == (SPIKE, 903), log.read_text(encoding="utf-8")[:400]
         found["right"] += 1
     assert found["right"] >= 0.97 * found.total()
+
+
+def test_norms_that_pandas_has_left_empty_are_noted():
+    notes = " ".join(read_run(REPO / "tests" / "data" / "pieces" / "norms-that-are-empty.csv").notes)
+    assert "grad_norm is empty at 2 steps (31, 47), which may be NaN" in notes
