@@ -38,8 +38,8 @@ examples:
 _PLACEMENTS = (
     "everything stays on the device",
     "the optimizer's state moves to the host",
-    "so do saved weights and gradients",
-    "bisection only",
+    "the optimizer's state, saved weights and gradients move to the host",
+    "the same, by bisection alone",
 )
 
 
@@ -368,10 +368,10 @@ def _memory(model: Model, plan: Plan, memory: Forecast, card: float) -> list[tup
         ("training", f"{_gib(memory.trained)} of {_gib(card)} at an update's peak{fits}"),
     ]
     for number, (option, what) in enumerate(zip(PLANS, _PLACEMENTS, strict=True), 1):
-        host = f", {_gib(memory.node(option))} of each node's memory" if memory.node(option) else ""
+        host = f" ({_gib(memory.node(option))} a node)" if memory.node(option) else ""
         moved = f", {memory.seconds(option):.1f} s to pin and move it" if memory.seconds(option) >= 0.05 else ""
         mark = " <- the first that fits" if option == chosen else ""
-        said.append((f"search {number}", f"{_gib(memory.device(option))}: {what}{host}{moved}{mark}"))
+        said.append((f"search {number}", f"{_gib(memory.device(option))} on the device: {what}{host}{moved}{mark}"))
     none = ("search", "no way fits: the log will say so, and the step be taken as it was")
     return said if chosen else [*said, none]
 

@@ -208,9 +208,10 @@ def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -
         output.deliver(args.output, output.as_json(document | {"findings": health.findings}))
         return
     console = terminal.console()
-    verdict = "The two differ by no more than the rules allow."
+    verdict = "Rollout engine and trainer agree: each logged mismatch metric is within its limit."
     if health.findings:
-        verdict = health.findings[0].worst.sentence
+        first = health.findings[0]
+        verdict = f"Step {first.worst_step}: {first.worst.sentence}"
     console.print(f"{run.name}: {verdict}", style="bold")
     rows = []
     name_of_metric = {logged: name for name, logged in run.metrics.called.items()}

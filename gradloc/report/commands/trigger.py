@@ -138,7 +138,8 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
         at = own.get(step.step)
         if None not in (at, step.threshold) and not math.isclose(at, step.threshold, rel_tol=0.01):
             console.print(
-                f"These thresholds are the adaptive rule's; the run itself used {number(at, 3)} at step {step.step}."
+                f"By the default rule, which adapts, the threshold at step {step.step} is "
+                f"{number(step.threshold, 3)}; the run itself used {number(at, 3)}."
             )
             break
     for step in early:

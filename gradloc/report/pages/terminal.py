@@ -228,6 +228,8 @@ def diagnosis(folder: RunFolder) -> None:
         steps = {"step by step, with what people do about it": f"gradloc health {where}"} if health else {}
         if any(first.judged):
             steps["other settings of the trigger"] = f"gradloc trigger {where} --set cap=6"
+        if any(finding.worst.name.startswith("mismatch") for finding in health.findings):
+            steps["how far rollout engine and trainer differ"] = f"gradloc mismatch {where}"
         steps["the page"] = f"gradloc {where} -o page.html"
         _print_next(out, steps)
 

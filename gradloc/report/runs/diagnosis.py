@@ -111,7 +111,7 @@ class Diagnosis:
         own = dict.fromkeys(map(metrics.own, names))
         logged = [len(metrics.logged(name)) for name in ([metrics.norm] if metrics.norm else names)]
         count = max(logged, default=len(metrics.steps))
-        num_skips = sum(not skip.is_nan_loss for skip in self.run.skips)
+        num_skips = sum(not skip.is_nan_loss and not skip.is_end for skip in self.run.skips)
         skips = [f"{plural(num_skips, 'line')} of skipped steps"] if num_skips else []
         if skips and not own:
             return f"Judged from {skips[0]}."
@@ -139,7 +139,7 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     warmup = int((settings or {}).get("warmup", 16))
     limits = [limit for steps in judged for limit in _warmup(steps, warmup)]
     limits += [*_unseen(run), *minor_skips(run), *filter(None, [sampling_cut(run.config, run.trainer)])]
-    made = Diagnosis(run, "", limits=[*dict.fromkeys(limits), *_overwritten(run)], judged=judged)
+    made = Diagnosis(run, "", limits=[*dict.fromkeys([*limits, *_overwritten(run)])], judged=judged)
     made.explosions = _worst_first(run, judged)
     kind, masked = clipped_or_zero(judged, [value for _, value in loss_of(run.metrics)[1]])
     if made.explosions:
@@ -213,7 +213,9 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     if is_hurt is None and after and not any(map(math.isfinite, after)):
         is_hurt = True
     if _is_overwritten(run, worst):
-        made.sentences.append("The run was later resumed from before it, so a plot may show the later values only.")
+        made.sentences.append(
+            f"The run was later resumed from before step {worst.peak.step}, so a plot may show the later values only."
+        )
     made.sentences += _others(made.explosions)
     made.sentences.append(_on_tokens(run, worst.peak.step))
     advice, made.command = _advise_resume(run, made.explosions, is_hurt, bool(sound))
