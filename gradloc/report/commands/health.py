@@ -151,5 +151,6 @@ def _strip(health: RunHealth) -> Text:
             worst = max(line[first : first + steps_per_mark], key=lambda verdict: STATES.index(verdict.state))
             text.append(*MARKS[worst.state])
         text.append("\n")
-    legend = ", ".join(f"{mark} {state}" for state, (mark, _) in MARKS.items())
+    meant = {"healthy": "within every rule"}  # which need not be healthy: rules learn a new level
+    legend = ", ".join(f"{mark} {meant.get(state, state)}" for state, (mark, _) in MARKS.items())
     return text.append(legend + (f"; {steps_per_mark} steps to a mark" if steps_per_mark > 1 else ""), style="dim")
