@@ -116,7 +116,7 @@ def read_among(settings: type[S], config: Any) -> S:
     return settings(**given)
 
 
-_SHOWN = 12
+_SHOWN = 16
 """Names that a refusal lists."""
 
 

@@ -93,6 +93,7 @@ _WORDS = re.compile(
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_QUOTES = str.maketrans("‘’“”", "''\"\"")
 _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
 """The shapes of lines that no grammar wanted, all but digits: how many are known, and of how many characters."""
 _LONGEST_LINE = 200_000
@@ -147,6 +148,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             continue
         if "\x1b" in line or "[0m" in line:
             line = _plain(line)
+        if "{‘" in line:  # as word processors and forums write it
+            line = line.translate(_QUOTES)
         if "|g" in line or "∇" in line or "‖" in line:
             line = SYMBOL.sub("grad_norm", line)
         if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
@@ -348,7 +351,7 @@ class _Skipped:
         skip = _skip_in(line)
         if (counts := _COUNTED.search(line)) and len(self.counts) < _MOST_SKIPS:
             self.counts.append((int(counts[1]), int(counts[2])))
-        if skip is None or skip.is_nan_loss and taken or len(self._found) > _MOST_SKIPS:
+        if skip is None or skip.is_nan_loss and taken or len(self._found) > _MOST_SKIPS or line.startswith("# "):
             return
         last = self._found[-1][0] if self._found else None
         step = self._said or (self.step if taken or skip.step is None else skip.step)

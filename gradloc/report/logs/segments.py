@@ -398,7 +398,9 @@ def _use_known_names(run: LoggedRun, metric: str | None) -> None:
     counts: Counter[str] = Counter()
     for part in run.parts:
         counts.update({name: len(values) - values.count(None) for name, values in part.series.items()})
-    known = canonical(counts)
+    losses = [name for name in counts if is_training_loss(name)]
+    zeros = {name for name in losses if not any(any(part.series.get(name, ())) for part in run.parts)}
+    known = canonical({name: count for name, count in counts.items() if name not in zeros or zeros == {*losses}})
     norm = norm_of(counts) if metric is None else metric
     if norm is not None and norm not in (MAX, MEAN):
         known[MEAN] = norm

@@ -141,6 +141,8 @@ def _readable(reader: Iterator[list[str]]) -> Iterator[list[str]]:
 
 def _step_column(columns: list[str]) -> int | None:
     name = step_name(columns) or next(filter(_STEPS.search, columns), None)
+    if name is None and {"epoch", "batch"} <= {*map(str.lower, columns)}:
+        name = next(column for column in columns if column.lower() == "batch")  # counted through epochs
     return None if name is None else columns.index(name)
 
 

@@ -315,14 +315,14 @@ def _overwritten(run: LoggedRun) -> list[str]:
     made = []
     for segment, lost in run.overwritten:
         verb = "was" if len(lost) == 1 else "were"
+        is_again = any(step in other.metrics.steps for other in run.segments if other is not segment for step in lost)
+        what = "logged twice" if is_again else "discarded"
         discarded = ""
         norms = [(norm, step) for step, norm in segment.metrics.logged(segment.metrics.norm or "") if step >= lost[0]]
         if norms:
             peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]))
             discarded = f"; the part that was discarded peaked at {number(peak, 3)} at step {step}"
-        made.append(
-            f"The run was resumed: {plural(len(lost), 'step')} ({ranges(lost)}) {verb} logged twice{discarded}."
-        )
+        made.append(f"The run was resumed: {plural(len(lost), 'step')} ({ranges(lost)}) {verb} {what}{discarded}.")
     return made
 
 

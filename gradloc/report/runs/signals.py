@@ -420,11 +420,13 @@ def _lasting_change(effect: Effect, values: Sequence[float]) -> tuple[int, float
     jumps = sorted(range(_AROUND, len(values) - 3), key=lambda at: -abs(values[at] - values[at - 1]))
     for at in jumps[:_JUMPS]:
         before, after = values[max(at - 20, 0) : at], values[at : at + 20]
-        was, now, end = median(before), median(after), median(values[-_AROUND:])
+        was, now, end, rest = median(before), median(after), median(values[-_AROUND:]), median(values[at:])
         scatter = 4 * median(abs(value - was) for value in before)
-        lowest, highest = _bounds(effect, was)
-        is_fall = max(now, end) < lowest and was - now > scatter
-        is_rise = min(now, end) > highest and now - was > scatter
+        long = median(values[max(at - 100, 0) : at])  # twenty values may be low by luck
+        bounds = [_bounds(effect, was), _bounds(effect, long)]
+        lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
+        is_fall = max(now, end, rest) < lowest and was - now > scatter
+        is_rise = min(now, end, rest) > highest and now - was > scatter
         at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
         if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
             best = abs(now - was), at, was, now
