@@ -165,6 +165,9 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
         _lead_with(made, signs)
         return made
     name, losses = loss_of(run.metrics)
+    if not made.is_judged and (odd := _odd_of_few(name, losses)):
+        made.headline = odd
+        made.limits.insert(0, missing)
     if made.is_judged and len(losses) > HealthConfig().warmup and not any(map(is_norm, run.metrics.own_names)):
         (first, begin), (last, end) = losses[0], losses[-1]
         made.headline = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
@@ -173,6 +176,17 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
         made.headline += none if lowest is None else f"; its lowest was {number(lowest[1], 3)} at step {lowest[0]}."
         made.limits.insert(0, missing)
     return made
+
+
+def _odd_of_few(name: str, losses: Sequence[tuple[int, float]]) -> str:
+    """Say which of a few losses is far above the others; empty where none is, or the first one."""
+    if len(losses) < 4 or not all(value > 0 for _, value in losses):
+        return ""
+    step, top = max(losses, key=lambda loss: loss[1])
+    others = max(value for at, value in losses if at != step)
+    if step == losses[0][0] or top < 3 * others:
+        return ""
+    return f"{name} is {number(top, 3)} at step {step}, {number(top / others, 2)} times the largest of the others."
 
 
 def _worst_first(run: LoggedRun, judged: Sequence[Sequence[Judged]]) -> list[Explosion]:
