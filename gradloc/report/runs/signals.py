@@ -455,20 +455,18 @@ def _loss_spike(metrics: Metrics) -> Sign | None:
         value = known[at][1]
         if not value > max(1.3 * known[at - 1][1], 0.0):
             continue
+        bursts = pairwise(earlier for _, earlier in known[max(at - 100, 0) : at])
+        if sum(2 * b > value and b > 3 * a for a, b in bursts) >= 3:
+            continue  # such a value comes again and again
         before = [earlier for _, earlier in known[max(at - 20, 0) : at]]
         was = median(before[-_AROUND:])  # of a loss that falls, the last ones
         scatter = median(abs(earlier - was) for earlier in before)
-        is_sharp = value - was > (12 if value > 1.5 * max(before) else 40) * scatter
+        is_sharp = value > 1.4 * max(before) and value - was > (12 if value > 1.5 * max(before) else 40) * scatter
         # of a loss that falls, the first ones were higher, and there may have been a spike before this one
-        third = sorted(before[-_AROUND:])[-3]
-        stands_out = (
-            value > 3 * third > 0 and math.log(value / third) > 12 * usual and value > 2 * max(before[-_AROUND:])
-        )
-        if (
-            was > 0
-            and (value > 1.3 * max(before) and is_sharp or stands_out)
-            and (best is None or value / was > best[0])
-        ):
+        near = sorted(before[-_AROUND:])
+        stands_out = value > max(2 * near[-1], 3 * near[-3]) and near[-3] > 0
+        stands_out = stands_out and math.log(value / near[-3]) > 12 * usual
+        if was > 0 and (is_sharp or stands_out) and (best is None or value / was > best[0]):
             best = value / was, at, was
     if best is None:
         return None
