@@ -289,6 +289,8 @@ class Printed(Grammar):
         self._pending: dict[str, float] = {}
         self._bars: dict[str, list[dict[int, int]]] = defaultdict(list)
         """The bars before the lines whose steps were counted."""
+        self._ended: set[str] = set()
+        """The processes whose last dict was that of a run's end."""
         self._after: dict[str, list[dict[int, int]]] = defaultdict(list)
         """The bars that were drawn next."""
 
@@ -329,6 +331,8 @@ class Printed(Grammar):
             if not _is_training(values):  # an evaluation, or the end of training: of the last step
                 if rows:
                     rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
+                if "train_runtime" in values:
+                    self._ended.add(process)
                 return bool(rows)
             if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
                 return True  # printed by a second handler
@@ -338,7 +342,8 @@ class Printed(Grammar):
             self.is_counted = True
             self._bars[process].append(dict(self.bars))
             self._after[process].append({})
-            step = _next_step(rows, values.get("epoch"))
+            step = 1 if process in self._ended else _next_step(rows, values.get("epoch"))
+            self._ended.discard(process)
         return self.add(process, step, values)
 
     def count_by_bars(self) -> None:

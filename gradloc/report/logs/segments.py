@@ -90,9 +90,11 @@ class LoggedRun(Recording):
 
     @property
     def peak(self) -> float:
-        """The largest norm over the median, overwritten ones as well."""
+        """The largest norm over the median, overwritten ones as well; inf where norms are logged and none is finite."""
         norms = [norm for part in self.parts for norm in part.norms]
-        return max(norms) / (median(norms) or 1.0) if norms else 0.0
+        if not norms:
+            return math.inf if any(part.logged(part.norm or "") for part in self.parts) else 0.0
+        return max(norms) / (median(norms) or 1.0)
 
     @property
     def metrics(self) -> Metrics:
@@ -241,7 +243,9 @@ def _count_through_epochs(recording: Recording) -> None:
             elif known and (step < last or step == last and epoch > its_epoch and epoch.is_integer()):
                 is_next = epoch > its_epoch and epoch.is_integer() and (step <= last / 2 or len(known) == 1)
                 if not is_next:
-                    pairs = {(step, values.get("epoch")) for step, values in rows if values.get("epoch") is not None}
+                    pairs = {
+                        (step, values.get("epoch")) for step, values in rows if values.get("epoch", 0.5).is_integer()
+                    }
                     if len({step for step, _ in pairs}) < len(pairs):
                         recording.is_counted = True
                         recording.notes.append(
