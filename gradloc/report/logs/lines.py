@@ -333,7 +333,7 @@ class _Skipped:
     def __init__(self, grammars: list[Grammar]) -> None:
         self.step: int | None = None
         """The last message on a line without values."""
-        self._words = False
+        self._is_scalers = False
         """Whether the last line was the scaler's own, which DeepSpeed prints next to another."""
         self._said: int | None = None
         """The iteration that DeepSpeed says has overflowed."""
@@ -358,8 +358,8 @@ class _Skipped:
         last = self._found[-1][0] if self._found else None
         step = self._said or (self.step if taken or skip.step is None else skip.step)
         is_same = last and (last.before, last.scale) == (skip.before, skip.scale) and self._said in (None, last.step)
-        words, self._words = self._words, "educing dynamic" in line
-        if is_same and skip.before and (skip.scale < skip.before or words != self._words):
+        was_scalers, self._is_scalers = self._is_scalers, "educing dynamic" in line
+        if is_same and skip.before and (skip.scale < skip.before or was_scalers != self._is_scalers):
             return  # the same one, in other words or of another rank: a scale falls but once from where it is
         skip = replace(skip, step=step, is_after=taken is None and self.step is None and not self._said)
         places = [grammar.last for grammar in self._grammars]

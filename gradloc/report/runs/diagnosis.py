@@ -236,14 +236,13 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     made.sentences.append(advice)
 
 
-_TURN_ON = ("train with GradLoc on", "add gradloc.Watch(model, optimizer) to the loop")
-
-
 def _on_tokens(run: LoggedRun, step: int) -> str:
     """Say where the tokens of a step's spike are named, or why they are not."""
     metrics = run.metrics
     if not any(name.startswith("gradloc/") for name in metrics.series):
-        return f"A log cannot show which tokens did it: {_TURN_ON[run.trainer == 'other']}."
+        is_loop = run.trainer == "other"
+        turn_on = "add gradloc.Watch(model, optimizer) to the loop" if is_loop else "train with GradLoc on"
+        return f"A log cannot show which tokens did it: {turn_on}."
     spikes, thresholds = (dict(metrics.logged(f"gradloc/{name}")) for name in ("spikes", "threshold"))
     if spikes.get(step) != 0:
         return "Which tokens did it is in the events that GradLoc wrote: name their folder, which gradloc.dump_dir set."
@@ -341,7 +340,7 @@ def _overwritten(run: LoggedRun) -> list[str]:
 
 
 def _begin_of(worst: Explosion, explosions: Sequence[Explosion]) -> int:
-    """Return the first step of the explosions that lead to one without a pause: what they did is no level before it."""
+    """Return where the explosions begin that lead to this one without a pause: its effects are measured from there."""
     first, pause = worst.first, _NEAR * interval(surviving(worst.segment))
     for each in sorted(explosions, key=lambda explosion: -explosion.first):
         if each.segment is worst.segment and each.first < first <= each.steps[-1].step + pause:

@@ -576,8 +576,8 @@ def _drift(metrics: Metrics) -> Sign | None:
         is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
         if is_away and abs(end - best) > scatter:
             verb, last = ("fell" if end < best else "rose"), parts[at][-1][0]
-            worst = (max if verb == "rose" else min)(levels[at:])
-            way = f", by way of {number(worst, 2)}" if abs(worst - best) > 1.5 * abs(end - best) else ""
+            worst, what = (max(levels[at:]), "peak") if verb == "rose" else (min(levels[at:]), "low")
+            way = f", after a {what} of {number(worst, 2)}" if abs(worst - best) > 1.5 * abs(end - best) else ""
             sentence = (
                 f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end"
                 f"{way}."
