@@ -509,8 +509,9 @@ def _advise_resume(
     deciding = _deciding(run.metrics)
     verb = "rises" if deciding == "loss" else "falls"
     logged = [step for step, _ in surviving(worst.segment).logged(worst.segment.metrics.norm or "")]
-    last = max((step for step in logged if step < worst.first), default=worst.first - 1)
-    before = last + 1 if interval(run.metrics) > 1 else worst.first
+    first = _begin_of(worst, explosions) if is_hurt else worst.first
+    last = max((step for step in logged if step < first), default=first - 1)
+    before = last + 1 if interval(run.metrics) > 1 else first
     condition = "" if is_certain else f"If the {deciding} {verb}, "
     sentence, command = _resume(run, before, condition)
     return f"{earlier.strip()} {sentence}".strip(), command
