@@ -194,3 +194,10 @@ def test_a_run_that_did_not_recover_is_not_called_healthy_at_its_end(name, shown
 def test_a_log_of_overflows_alone_is_answered_by_what_the_report_finds(shown):
     log = REPO / "tests" / "data" / "pieces" / "deepspeed-skips-all.log"
     assert "fp16 overflowed 10 times" in " ".join(shown("health", log, "--fail-on", "found", code=1).split())
+
+
+def test_a_run_with_an_event_has_a_headline_where_no_rule_found_fault(tmp_path, shown):
+    write_run(tmp_path, [make_event()])
+    rows = [{"step": step, "data": {"actor/grad_norm": 15.0 if step == 5 else 1.0}} for step in range(1, 41)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert "No fault in 40 steps" in shown("health", tmp_path)

@@ -99,12 +99,14 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     """Print the first run's health in full, and a line on each other run of the folder."""
     console, health = terminal.console(), healths[0]
     console.print(one_line(folder.name), style="bold")
+    is_led = False
     if not folder.events:
         diagnosis = folder.diagnoses[0]
         has_finding = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
-        if diagnosis.is_unrecovered or diagnosis.kind and not has_finding:  # such as a spike while the rules warm up
+        is_led = diagnosis.is_unrecovered or bool(diagnosis.kind) and not has_finding  # such as in the rules' warm-up
+        if is_led:
             console.print(one_line(f"{diagnosis.headline} {capitalized(diagnosis.label)}."), style="bold red")
-    if health.num_unwell or not folder.diagnoses[0].kind:
+    if health.num_unwell or not is_led:
         console.print(health.headline)
     console.print(_strip(health))
     _print_findings(console, health, folder)

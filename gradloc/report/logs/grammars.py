@@ -472,9 +472,8 @@ class Headed(Grammar):
         cells = {name: as_float(value) for name, value in _CELL.findall(line)}
         values = cells or self._named(line) or pairs(line)
         if cells or wanted(values):
-            is_own = not self.is_by_step and (
-                "epoch" in values or _EPOCH.match(line.strip())
-            )  # it says its epoch itself
+            says_epoch = "epoch" in values or _EPOCH.match(line.strip()) is not None
+            is_own = says_epoch and not self.is_by_step
             values |= {} if self._below else self._more
             if not is_own:
                 self._add_below(process, values)

@@ -207,11 +207,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     if not any(best.rows.values()):
         if all(skip.is_nan_loss for skip in skips):
             if names := guessed.names + exposed.unplaced:
-                lost = (
-                    f", of which {listed(guessed.lost, 3)} {'is' if len(guessed.lost) == 1 else 'are'} not finite"
-                    if guessed.lost
-                    else ""
-                )
+                verb = "is" if len(guessed.lost) == 1 else "are"
+                lost = f", of which {listed(guessed.lost, 3)} {verb} not finite" if guessed.lost else ""
                 raise ReportError(
                     f"{source.name} has values ({listed(names, 3)}){lost}, and no line says of which step: paste the "
                     "headline of the step, too, or name a log with several steps."
@@ -272,7 +269,7 @@ _BARS = re.compile(
 )
 """Before each of several progress bars on a line; a carriage return, as a pager shows it; what Lightning prints behind
 a bar that the terminal has cut, with the bar's last word."""
-_OF_SEVERAL = ("^M", " global step ", "Metric ", "]INFO:", "]WARNING:", "]ERROR:")
+_SEVERAL = ("^M", " global step ", "Metric ", "]INFO:", "]WARNING:", "]ERROR:")
 _HEAD = re.compile(r"[A-Za-z][a-z_ ]{2,20}[:=] ?(?=\d)")
 """A name at the beginning of a line, and where its number begins."""
 _ROW_BEGINS = re.compile(r"\W*iteration\s+\d{1,12}\s*/\s*\d+ \|(?!.*(?:loss|norm)).*\|\s*$")
@@ -305,7 +302,7 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
                 yield " ".join(parts)
                 parts = []
         elif "%|" in line and (
-            line.count("%|") > 1 or line.count("| epoch ") > 1 or any(map(line.__contains__, _OF_SEVERAL))
+            line.count("%|") > 1 or line.count("| epoch ") > 1 or any(map(line.__contains__, _SEVERAL))
         ):
             yield from filter(None, _BARS.split(line))
         elif len(line) > 2000 and (head := _HEAD.match(line)) and line.count(head[0]) > 5:  # written without line ends

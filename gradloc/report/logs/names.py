@@ -326,10 +326,10 @@ def canonical(counts: Mapping[str, int]) -> dict[str, str]:
 def _rank(name: str) -> tuple[bool, bool, int]:
     """Return how far a loss is from that of the whole model: the least is it."""
     words = {*_plain(name).split("_")}
-    return not words & {"total", "task", "train", "overall", "main"}, bool(words & _OF_PART), len(name)
+    return not words & {"total", "task", "train", "overall", "main"}, bool(words & _ADDED), len(name)
 
 
-_OF_PART = {*"kd kl distill distillation reg regularization aux commit style perceptual adv disc smooth tv".split()}
+_ADDED = {*"kd kl distill distillation reg regularization aux commit style perceptual adv disc smooth tv".split()}
 """Words of losses that are added to the model's own."""
 
 
