@@ -445,9 +445,9 @@ def _change(
     there, most = next((at, value) for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
     mostly = ", most of it" if number(most, 2) != number(reached, 2) else ""
     change = f"{verb} from {number(was, 2)} to {number(reached, 2)}{mostly} within {plural(there - step, 'step')}"
-    size, ends = abs(reached - was), [value for _, value in after[-_LEVEL:]]
-    is_back = len(after) > 2 * _LEVEL and abs(median(ends) - was) < 0.5 * size and reached not in ends
-    is_back |= len(after) > 2 and all(abs(value - was) < 0.15 * size for _, value in after[-2:])
+    size, ends = reached - was, [value for _, value in after[-_LEVEL:]]
+    is_back = len(after) > 2 * _LEVEL and (median(ends) - was) / size < 0.5 and reached not in ends
+    is_back |= len(after) > 2 and all((value - was) / size < 0.15 for _, value in after[-2:])
     return _Change(f"{change} and came back" if is_back else change, is_back)
 
 

@@ -157,7 +157,9 @@ class Explosion:
     kind: str = "back"
     """One of :data:`KINDS`."""
     level: float | None = None
-    """Median norm after it, for a new level."""
+    """Median norm after it, where norms stayed high."""
+    high_until: int | None = None
+    """The last step of norms that stayed high, and then came back."""
     doubling: float | None = None
     """Steps in which a norm doubles, for growth."""
 
@@ -207,7 +209,9 @@ class Explosion:
             parts.append(f"{stayed}, and is {again}" if again else stayed)
         elif self.lost and again:
             parts.append(f"It is {again}")
-        if self.level is not None:
+        if self.high_until is not None:
+            parts.append(f"The norm stayed high up to step {self.high_until}, and came back")
+        elif self.level is not None:
             parts.append(f"The norm stayed high: {number(self.level, 3)} in the median of the steps after it")
         return f"{'. '.join(parts)}."
 
@@ -242,7 +246,8 @@ def _is_start(steps: Sequence[Judged], judged: Sequence[Judged]) -> bool:
 
 def _with_kind(explosion: Explosion, judged: Sequence[Judged]) -> Explosion:
     last = explosion.steps[-1]
-    after = [step.norm for step in judged if step.step > explosion.peak.step and math.isfinite(step.norm)]
+    later = [step for step in judged if step.step > explosion.peak.step and math.isfinite(step.norm)]
+    after = [step.norm for step in later]
     if last is judged[-1] and len(explosion.lost) > 1 and not math.isfinite(last.norm):
         return replace(explosion, kind="lost")
     if explosion.is_start:
@@ -252,7 +257,10 @@ def _with_kind(explosion: Explosion, judged: Sequence[Judged]) -> Explosion:
     if typical and len(stretch) >= LASTING:
         level = median(stretch)
         if min(level, median(stretch[-LASTING:])) > LEVEL * typical and min(stretch) > typical:
-            return replace(explosion, kind="level", level=level)
+            if median(after[-LASTING:]) > LEVEL * typical:
+                return replace(explosion, kind="level", level=level)
+            windows = (at for at in range(len(after)) if median(after[at : at + LASTING]) <= LEVEL * typical)
+            return replace(explosion, level=level, high_until=later[next(windows) - 1].step)
     return replace(explosion, kind="end") if not after or last is judged[-1] else explosion
 
 

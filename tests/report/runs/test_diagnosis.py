@@ -114,3 +114,24 @@ def test_a_loop_s_spike_without_an_event_is_no_event_s_and_not_verl_s(tmp_path, 
     (made,) = read_run(path).diagnoses
     assert any(says in sentence for sentence in made.sentences)
     assert "verl" not in made.run.format and "trainer.resume" not in made.command
+
+
+def test_norms_that_stay_high_for_long_and_come_back_are_no_new_level(tmp_path):
+    norms = [0.5 + 0.01 * (step % 3) for step in range(400)]
+    for step in range(150, 220):
+        norms[step] *= 20
+    path = tmp_path / "train.csv"
+    path.write_text("step,grad_norm,loss\n" + "".join(f"{at},{norm},{2 - at / 400}\n" for at, norm in enumerate(norms)))
+    (made,) = read_run(path).diagnoses
+    assert made.kind == "back" and not made.is_unrecovered and "came back" in made.headline
+    until = int(made.headline.partition("up to step ")[2].partition(",")[0])
+    assert abs(until - 219) < 8
+
+
+def test_a_loss_that_went_on_falling_after_it_scattered_did_not_rise_for_good(tmp_path):
+    values = [(0.5, 4.0 - 0.005 * step + 0.3 * (step % 2)) for step in range(400)]
+    values[150], values[155] = (500.0, values[150][1]), (0.5, 5.0)
+    path = tmp_path / "train.csv"
+    path.write_text("step,grad_norm,loss\n" + "".join(f"{at},{n},{loss}\n" for at, (n, loss) in enumerate(values)))
+    (made,) = read_run(path).diagnoses
+    assert made.kind == "back" and "came back" in " ".join(made.sentences)
