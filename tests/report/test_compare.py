@@ -14,7 +14,7 @@ from gradloc.report.runs.comparison import compare
 from gradloc.report.runs.run import read_run
 from tests import explain
 from tests.report.builder import REPO, make_event, make_metrics, write_run
-from tests.report.logs.made import console
+from tests.report.logs.made import NAN, console
 
 
 def test_two_runs_are_put_side_by_side(tmp_path):
@@ -68,11 +68,11 @@ SCATTERED = [0.4 if at % 2 else 2.0 for at in range(60)], [2.0 if at % 3 else 0.
 )
 def test_where_two_logs_part(tmp_path, first, second, step):
     runs = [read_run(write_log(tmp_path / name, norms)) for name, norms in (("a.log", first), ("b.log", second))]
-    found = re.search(r"(?:step|all of their) (\d+)", compare(*runs).parted)
-    assert (found and found[1]) == step
+    said = compare(*runs).parted
+    assert re.search(r"(?:At step|part at step|from step|all of their) (\d+)", said)[1] == step
     if step not in ("60", "1"):
         at = int(step) - 1
-        assert f"{number(first[at], 3)} in the first and {number(second[at], 3)}" in compare(*runs).parted
+        assert f"{number(first[at], 3)} in a.log and {number(second[at], 3)} in b.log" in said
 
 
 APART = (
@@ -85,16 +85,25 @@ APART = (
 def test_two_runs_that_never_were_together_are_different_throughout(tmp_path):
     runs = [read_run(write_log(tmp_path / f"{len(norms)}.log", norms)) for norms in APART]
     found = compare(*runs)
-    assert "different throughout: the median of actor/grad_norm is 1.04 in the first and 0.495 in" in found.parted
-    assert "largest at step 24: actor/grad_norm is 95.2 in the first and 0.48 in the second" in found.parted
-    assert "part at" not in found.parted and "apart than before" not in found.parted
-    assert "of the 32 steps that both logged, 1 to 32; the tables are of each whole run" in found.parted
+    assert "differ throughout: the median of actor/grad_norm is 1.04 in 32.log and 0.495 in 60.log" in found.parted
+    assert "apart at step 24, where actor/grad_norm is 95.2 in 32.log and 0.48 in 60.log" in found.parted
+    assert " part at" not in found.parted
+    assert "Only the 32 steps that both runs logged, 1 to 32, were compared; the tables are" in found.parted
     rows = {row[0]: row[1:] for row in found.rows}
     assert rows["gradient norm, largest"] == ["95.2 at step 24", "903 at step 47"]
     assert [(step, a.split(" (")[0], b.split(" (")[0]) for step, a, b in found.steps] == [
         ("24", "95.2", "–"),
         ("47", "not in its log", "903"),
     ]
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_two_runs_part_at_a_spike_in_their_first_steps(tmp_path, at):
+    spiked = [903.0 if step == at else norm for step, norm in enumerate(FIVE, 1)]
+    later = [NAN if step == 47 else norm for step, norm in enumerate(SEVEN, 1)]
+    runs = [read_run(write_log(tmp_path / name, norms)) for name, norms in (("a.log", spiked), ("b.log", later))]
+    said = compare(*runs).parted
+    assert f"part at step {at}: actor/grad_norm is 903 in a.log and {number(later[at - 1], 3)} in b.log" in said
 
 
 def test_where_norms_part_another_metric_that_is_apart_throughout_does_not_hide_it(tmp_path):
@@ -105,7 +114,7 @@ def test_where_norms_part_another_metric_that_is_apart_throughout_does_not_hide_
         ]
         write_run(tmp_path / name, metrics=rows)
     said = compare(*(read_run(tmp_path / name) for name in "ab")).parted
-    assert "part at step 41: actor/grad_norm is 1 in the first" in said
+    assert "part at step 41: actor/grad_norm is 1 in a and" in said
 
 
 def test_settings_that_differ_are_listed_where_both_logs_hold_theirs(tmp_path):
@@ -142,12 +151,12 @@ def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, capsys):
         (
             "ms-swift-nan.log",
             "all-zeros.log",
-            "step 2: actor/grad_norm is NaN in the first and 0 in the second.",
+            "step 2: actor/grad_norm is NaN in ms-swift-nan.log and 0 in all-zeros.log.",
         ),
         (
             "hf-trainer.log",
             "windows-nan.log",
-            "step 41: actor/pg_loss is 1.7 in the first and NaN in the second.",
+            "step 41: actor/pg_loss is 1.7 in hf-trainer.log and NaN in windows-nan.log.",
         ),
         ("hf-trainer.log", "three-steps.log", "3 common steps are too few to say more."),
     ],

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -66,7 +67,7 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     for step in sorted({*spikes[0], *spikes[1]}):
         cells = [found.get(step) or _no_spike(run, step) for found, run in zip(spikes, (first, second), strict=True)]
         steps.append([str(step), *cells])
-    parted = f"{_parted(first.metrics, second.metrics)}{_cut(first.metrics, second.metrics)}"
+    parted = f"{_parted(first.metrics, second.metrics, names)}{_cut(first.metrics, second.metrics)}"
     return Comparison(names, rows, steps, parted, _settings(first, second))
 
 
@@ -76,60 +77,64 @@ def _cut(first: Metrics, second: Metrics) -> str:
     if not common or first.steps == second.steps:
         return ""
     return (
-        f" That is of the {plural(len(common), 'step')} that both logged, {common[0]} to {common[-1]}; "
+        f" Only the {plural(len(common), 'step')} that both runs logged, {common[0]} to {common[-1]}, were compared; "
         "the tables are of each whole run."
     )
 
 
-def _parted(first: Metrics, second: Metrics) -> str:
+def _parted(first: Metrics, second: Metrics, runs: Sequence[str]) -> str:
     """Say at which step and by which metric two runs diverge first, or that they never were together.
 
     Runs that are the same for a while part where any metric differs; runs that differ from the start, as seeds do, part
-    where a metric leaves the scatter of the differences before it, for good. A metric that is apart throughout leaves
-    nothing.
+    where a metric leaves the scatter of their differences, for good. A metric that is apart throughout leaves nothing.
     """
     common = sorted({*first.steps} & {*second.steps})
     names = [name for name in first.series if name in second.series and not _TIMED.search(name)]
     names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     if not common or not names:
-        return "The two have no step and metric in common."
+        return "The runs have no step and metric in common."
     pairs: dict[str, list[Pair]] = {}
-    different: list[tuple[int, float, float, str]] = []
+    different: list[tuple[Pair, str]] = []
     for name in names:
         others = dict(second.logged(name))
         pairs[name] = [(step, value, others[step]) for step, value in first.logged(name) if step in others]
-        for step, value, other in pairs[name]:
+        for pair in pairs[name]:
+            _, value, other = pair
             if not (math.isclose(value, other, rel_tol=1e-6) or math.isnan(value) and math.isnan(other)):
-                different.append((step, value, other, name))
+                different.append((pair, name))
     if not different:
-        return f"The two are the same in all of their {plural(len(common), 'common step')}."
-    step, value, other, name = min(different, key=lambda entry: entry[0])
+        return f"The runs are the same in all of their {plural(len(common), 'common step')}."
+    (step, *values), name = min(different, key=lambda entry: entry[0][0])
     if step > common[0]:
         return (
-            f"The two are the same until step {step}, where {name} is {number(value, 4)} in the first and "
-            f"{number(other, 4)} in the second: until then data, weights and seed were probably the same."
+            f"The runs are the same up to step {max(each for each in common if each < step)}. At step {step} "
+            f"{_both(name, values, runs, 4)}. Data, weights and seed were probably the same up to there."
         )
     apart, lost, leaving = [], [], []
     for name in names[:_NUM_SCATTERED]:
         gone = next((pair for pair in pairs[name] if math.isfinite(pair[1]) != math.isfinite(pair[2])), None)
         if gone:
-            lost.append((*gone, name))
-        elif _is_apart(pairs[name]):
+            lost.append((gone, name))
+        if not gone and _is_apart(pairs[name]):
             apart.append(name)
         elif pair := _leaving(pairs[name], is_norm(name)):
-            leaving.append((*pair, name))
+            leaving.append((pair, name))
     leaving += lost
     if apart and (apart[0] == names[0] or not leaving):
-        return _throughout(apart[0], pairs[apart[0]], lost)
+        return _throughout(apart[0], pairs[apart[0]], lost, runs)
     if not leaving and len(common) <= _LEARNED:
-        return f"The two differ from step {step} on; {plural(len(common), 'common step')} are too few to say more."
+        return f"The runs differ from step {step} on; {plural(len(common), 'common step')} are too few to say more."
     if not leaving:
-        return f"The two differ from step {step} on, as two seeds do; no metric leaves that scatter."
-    step, value, other, name = min(leaving, key=lambda entry: entry[0])
-    return (
-        f"The two part at step {step}: {name} is {number(value, 3)} in the first and {number(other, 3)} in the second"
-        f"{', further apart than before' if math.isfinite(value - other) else ''}."
-    )
+        return f"The runs differ from step {step} on as runs of two seeds do; no metric leaves that scatter."
+    (at, *values), name = min(leaving, key=lambda entry: entry[0][0])
+    before = f" Before step {at} they differ no more than runs of two seeds do." if at > step else ""
+    return f"The runs part at step {at}: {_both(name, values, runs)}.{before}"
+
+
+def _both(name: str, values: Sequence[float], runs: Sequence[str], digits: int = 3) -> str:
+    """Say what a metric is in each of two runs."""
+    first, second = (f"{number(value, digits)} in {run}" for value, run in zip(values, runs, strict=True))
+    return f"{name} is {first} and {second}"
 
 
 def _is_apart(pairs: list[Pair]) -> bool:
@@ -139,36 +144,44 @@ def _is_apart(pairs: list[Pair]) -> bool:
     return len(differences) > _LEARNED and most >= 0.9 * len(differences)
 
 
-def _throughout(name: str, pairs: list[Pair], lost: list[tuple[int, float, float, str]]) -> str:
+def _throughout(name: str, pairs: list[Pair], lost: list[tuple[Pair, str]], runs: Sequence[str]) -> str:
     """Say how far apart a metric of two runs is, and where most.
 
     Args:
         name: the metric's name.
         pairs: its values in both runs.
         lost: where metrics are finite in one run alone, which is the largest gap.
+        runs: their names.
     """
     known = [(step, a, b) for step, a, b in pairs if math.isfinite(a - b)]
-    usual = [number(median(values), 3) for values in list(zip(*known, strict=True))[1:]]
-    widest = (*max(known, key=lambda pair: abs(pair[1] - pair[2]) / (abs(pair[1]) + abs(pair[2]) or 1.0)), name)
-    step, value, other, where = min(lost, default=widest, key=lambda entry: entry[0])
+    usual = [median(values) for values in list(zip(*known, strict=True))[1:]]
+    widest = max(known, key=lambda pair: _gap(*pair[1:])), name
+    (step, *values), where = min(lost, default=widest, key=lambda entry: entry[0][0])
     return (
-        f"The two are different throughout: the median of {name} is {usual[0]} in the first and {usual[1]} in the "
-        f"second. The gap is largest at step {step}: {where} is {number(value, 3)} in the first and "
-        f"{number(other, 3)} in the second."
+        f"The runs differ throughout: the median of {_both(name, usual, runs)}. They are furthest apart at step "
+        f"{step}, where {_both(where, values, runs)}."
     )
+
+
+def _gap(one: float, other: float) -> float:
+    """Return the difference of two values over the sum of their sizes; 1 where one is not finite."""
+    return abs(one - other) / (abs(one) + abs(other) or 1.0) if math.isfinite(one - other) else 1.0
 
 
 def _leaving(pairs: list[Pair], has_spikes: bool = False) -> Pair | None:
     """Find where the difference of two series leaves its scatter, for three steps in a row or by far at once.
 
-    A norm is positive, so that 40 times the other one's is by far, however much they scattered.
+    A norm is positive, so that 40 times the other one's is by far, however much they scattered. The first steps have
+    no scatter before them: there only what is by far beyond the scatter of those around it counts.
     """
-    scale = [abs(a - b) / (abs(a) + abs(b) or 1.0) if math.isfinite(a - b) else 1.0 for _, a, b in pairs]
-    for at in range(_LEARNED, len(pairs) - 2):
-        before = sorted(scale[max(at - _WINDOW, 0) : at])
-        limit = max(3 * before[int(0.9 * len(before))], 0.2)
+    gaps = [_gap(a, b) for _, a, b in pairs]
+    for at in range(len(pairs) - 2 if len(pairs) > _LEARNED else 0):
+        is_learned = at >= _LEARNED
+        others = gaps[max(at - _WINDOW, 0) : at] + ([] if is_learned else gaps[at + 1 : _WINDOW])
+        limit = max(3 * sorted(others)[int(0.9 * len(others))], 0.2)
         far = max(2 * limit, 0.8)
-        if min(scale[at : at + 3]) > limit or scale[at] > (min(far, 0.95) if has_spikes else far):
+        is_lasting = is_learned and min(gaps[at : at + 3]) > limit
+        if is_lasting or gaps[at] > (min(far, 0.95) if has_spikes else far):
             return pairs[at]
     return None
 
