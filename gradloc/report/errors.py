@@ -2,7 +2,12 @@
 """The error that ends a command, and guesses for mistyped words."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_ENDING = re.compile(r"(?<=.)\.\w+$")
+_ALIKE = 0.6
+"""Share of letters that two words have in common from which one is guessed from the other."""
 
 
 class ReportError(Exception):
@@ -15,10 +20,18 @@ def sentence(error: OSError) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Guess ``: did you mean X?`` from the nearest known word; empty where none is near.
+    """Guess ``: did you mean X?`` from the known word that is most alike; empty where none is.
 
-    >>> did_you_mean("trian.log", ["train.log", "x"]), did_you_mean("y", ["x"])
+    An ending that two names share, such as ``.log``, makes them no more alike.
+
+    >>> did_you_mean("trian.log", ["train.log", "x"]), did_you_mean("a.log", ["b.log", "x"])
     (': did you mean train.log?', '')
     """
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f": did you mean {close[0]}?" if close else ""
+    near: dict[str, float] = {}
+    for name in known:
+        pair = [word, name]
+        if name != word and (ending := _ENDING.search(word)) and name.endswith(ending[0]):
+            pair = [each.removesuffix(ending[0]) for each in pair]
+        near[name] = difflib.SequenceMatcher(None, *pair).ratio()
+    best = max(near, key=near.__getitem__, default="")
+    return f": did you mean {best}?" if near.get(best, 0.0) >= _ALIKE else ""

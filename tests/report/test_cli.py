@@ -108,6 +108,16 @@ def test_notes_go_to_standard_error(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    ("word", "guess"),
+    [("spike.log", "name a run's log"), ("resmed.log", "did you mean resumed.log?"), ("calm.log", "name a run's log")],
+)
+def test_a_file_is_guessed_by_its_name_and_not_by_an_ending_that_all_have(tmp_path, refused, word, guess):
+    for name in ("inf.log", "resumed.log", "wrapped.log"):
+        (tmp_path / name).touch()
+    assert guess in refused(tmp_path / word)
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("run --event nope", "has no event 'nope': there are step000005-epoch0-mini0"),
