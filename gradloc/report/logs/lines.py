@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from .grammars import (
     Printed,
 )
 from .guessed import Guessed
-from .names import is_norm, leaves, listed, may_lack_digits, number, step_of
+from .names import is_norm, is_training_loss, leaves, listed, may_lack_digits, number, step_of
 from .pairs import NUMBER, SYMBOL, as_float, pairs, wanted
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Row, Skip, flat
@@ -228,9 +229,10 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     if len(best.rows) > 1 and all(len(rows) == 1 and str(rows[0][0]) == of for of, rows in best.rows.items()):
         best.rows = {"": [row for rows in best.rows.values() for row in rows]}  # 47: 0.25 is no process' line
     made, printed_by = list[Recording](), dict[str, set[tuple]]()
+    judged = norms or set(filter(is_training_loss, set().union(*every_row)))
     apart = _processes_apart(best.rows)
     for process, rows in sorted(best.rows.items(), key=lambda entry: -len(entry[1])):
-        printed = {(step, name, values[name]) for step, values in rows for name in norms if name in values}
+        printed = {(step, name, repr(values[name])) for step, values in rows for name in judged if name in values}
         if not printed or not any(printed <= other for other in printed_by.values()):
             printed_by[process] = printed
             run = f"process {process}" if process in apart else ""
@@ -238,7 +240,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             made[-1].verdicts = json_lines.verdicts
     if num_alike := len(best.rows) - len(made):
         others = "1 other process" if num_alike == 1 else f"{num_alike} other processes"
-        notes.append(f"{others} in {source.name} printed the same gradient norms.")
+        notes.append(f"{others} in {source.name} printed the same {'gradient norms' if norms else 'losses'}.")
     made[0].notes, made[0].skips = notes, skips
     for recording in made:
         recording.saved = saved
@@ -518,9 +520,31 @@ _CALL = re.compile(r"\b(?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*\(([-+.\deE]+|nan|inf)[^()
 _BARE = re.compile(r"(?<![\w.'\"])-?(?:nan|inf)(?![\w'\"])")
 
 
+_NUMBER = re.compile(r"(\d+)[:-](?=\D)")
+_SAYS_STEP = re.compile(r"step|iter|epoch", re.IGNORECASE)
+_QUOTED = re.compile(r"^(?:>\s?)+|^\s{4,}(?=\d)")
+_FIRST = 50
+"""Lines by which a numbered file is known."""
+
+
+def _unnumbered(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines without the numbers that ``grep -n`` puts before them, which are no steps and no ranks."""
+    lines = iter(lines)
+    first = list(islice(lines, _FIRST))
+    found = [*map(_NUMBER.match, first)]
+    numbers = [int(each[1]) for each in found if each is not None]
+    is_numbered = len(numbers) == len(first) > 2 and all(before < after for before, after in pairwise(numbers))
+    if is_numbered and any(_SAYS_STEP.search(line) for line in first):
+        yield from (_NUMBER.sub("", line, count=1) for line in chain(first, lines))
+    else:
+        yield from chain(first, lines)
+
+
 def unwrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, each that is a JSON object around another line replaced by that one."""
-    for line in lines:
+    """Yield the lines without what is around each: a JSON object, a quotation's sign, or its number in a file."""
+    for line in _unnumbered(lines):
+        if line[:1] in " >":
+            line = _QUOTED.sub("", line)
         if "&quot;" in line:
             line = _TAG.sub("", html.unescape(line))
         if line[:1] == "{" and _WRAPS.search(line):
