@@ -44,6 +44,7 @@ class Reason:
         numbers = {**self.reading._asdict(), "limit": self.limit}
         sentence = self.rule.sentence.format(
             metric=self.metric,
+            state=self.state,
             recent=self.config.recent,
             clip_window=self.config.clip_window,
             percent=percent(self.found),

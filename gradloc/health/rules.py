@@ -47,7 +47,8 @@ class Rule:
     measured: str
     """How: one of ``MEASURES``."""
     sentence: str
-    """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``."""
+    """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``,
+    ``{state}``."""
     do: tuple[str, ...]
     """Names of actions in :mod:`~..explain.advice`, which has their sentences and config lines."""
     is_strict: bool

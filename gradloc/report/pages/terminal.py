@@ -210,8 +210,9 @@ def diagnosis(folder: RunFolder) -> None:
     health.is_unrecovered = first.is_unrecovered
     if health and (health.num_unwell or not first.kind):  # rules that saw nothing do not contradict the kind
         out.print(f"Health: {health.headline}")
-        for finding in health.findings[:1]:
-            out.print(f"  {finding.worst.name}, step {finding.worst_step}: {finding.worst.sentence}", style="dim")
+        for verdict in health.firsts:
+            reason = verdict.reasons[0]
+            out.print(f"  {reason.name}, step {verdict.step}: {reason.sentence}", style="dim")
     out.print(visible(first.ground), style="dim")
     for note in first.limits:
         out.print(visible(note), style="yellow")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ...explain.advice import is_trl, sampling_cut
 from ...explain.aftermath import Aftermath
 from ...explain.numbers import number
-from ...explain.text import capitalized, plural
+from ...explain.text import capitalized, listed, plural
 from ...health import HealthConfig
 from ..logs.formats import LOGLIKE
 from ..logs.names import is_norm
@@ -87,16 +87,19 @@ class Diagnosis:
     """Judged steps of each segment."""
     is_judged: bool = True
     """Whether the log has enough rows to call the run healthy where nothing is found."""
+    is_left_behind: bool = False
+    """Whether a resume from before the explosions got past them."""
 
     @property
     def label(self) -> str:
         """The kind in words; empty where the norms are healthy."""
-        return KINDS.get(self.kind, "")
+        until = ", until it was resumed" if self.is_left_behind and self.kind in UNRECOVERED else ""
+        return KINDS.get(self.kind, "") + until
 
     @property
     def is_unrecovered(self) -> bool:
         """Whether the run ends as it is not to be, though its last step may look healthy next to the ones before."""
-        return self.kind in UNRECOVERED
+        return self.kind in UNRECOVERED and not self.is_left_behind
 
     @property
     def advice(self) -> str:
@@ -139,8 +142,9 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
     warmup = int((settings or {}).get("warmup", 16))
     limits = [limit for steps in judged for limit in _warmup(steps, warmup)]
     limits += [*_unseen(run), *minor_skips(run), *filter(None, [sampling_cut(run.config, run.trainer)])]
-    made = Diagnosis(run, "", limits=[*dict.fromkeys([*limits, *_overwritten(run)])], judged=judged)
-    made.explosions = _worst_first(run, judged)
+    explosions = _worst_first(run, judged)
+    limits += _overwritten(run, explosions[0] if explosions else None)
+    made = Diagnosis(run, "", explosions=explosions, limits=[*dict.fromkeys(limits)], judged=judged)
     kind, masked = clipped_or_zero(judged, [value for _, value in loss_of(run.metrics)[1]])
     if made.explosions:
         made.limits += [masked] if masked else []
@@ -226,7 +230,8 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     after = [value for step, value in losses if step >= worst.lost[0]]
     if is_hurt is None and after and not any(map(math.isfinite, after)):
         is_hurt = True
-    if _is_overwritten(run, worst):
+    made.is_left_behind = _is_left_behind(run, made.explosions)
+    if _is_overwritten(run, worst) and _count_again(made.explosions) < 2:
         made.sentences.append(
             f"The run was later resumed from before step {worst.peak.step}, so a plot may show the later values only."
         )
@@ -323,19 +328,24 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     return [f"The first {len(silent)} steps have no threshold yet: there, {reported}."]
 
 
-def _overwritten(run: LoggedRun) -> list[str]:
-    """Note which steps a resume overwrote, and the worst of what was discarded."""
-    made = []
+def _overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
+    """Note which steps a resume overwrote, and the worst norm that was discarded where ``told`` is not about it."""
+    parts: dict[tuple[str, str], list[str]] = {}
     for segment, lost in run.overwritten:
+        num_logged = max(sum(step in each.metrics.steps for each in run.segments) for step in lost)
         verb = "was" if len(lost) == 1 else "were"
-        is_again = any(step in other.metrics.steps for other in run.segments if other is not segment for step in lost)
-        what = "logged twice" if is_again else "discarded"
-        discarded = ""
+        how = {1: "discarded", 2: "logged twice"}.get(num_logged, f"logged {num_logged} times")
         norms = [(norm, step) for step, norm in segment.metrics.logged(segment.metrics.norm or "") if step >= lost[0]]
-        if norms:
-            peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]))
-            discarded = f"; the part that was discarded peaked at {number(peak, 3)} at step {step}"
-        made.append(f"The run was resumed: {plural(len(lost), 'step')} ({ranges(lost)}) {verb} {what}{discarded}.")
+        peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]), default=(0.0, 0))
+        is_told = not norms or told is not None and step in [each.step for each in told.steps]
+        discarded = "" if is_told else f"norm {number(peak, 3)} at step {step}"
+        parts.setdefault((f"{plural(len(lost), 'step')} ({ranges(lost)})", f"{verb} {how}"), []).append(discarded)
+    made = []
+    for (steps, how), discarded in parts.items():
+        times = "" if len(discarded) == 1 else f" {len(discarded)} times"
+        worst = [*dict.fromkeys(filter(None, discarded))]
+        more = f"; the largest that was discarded is {listed(worst)}" if worst else ""
+        made.append(f"The run was resumed{times}: {steps} {how}{more}.")
     return made
 
 
@@ -456,19 +466,35 @@ def _is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:
     return any(explosion.peak.step in lost for segment, lost in run.overwritten if segment is explosion.segment)
 
 
+def _is_left_behind(run: LoggedRun, explosions: Sequence[Explosion]) -> bool:
+    """Return whether a resume from before the explosions got past the worst of them, the first, without another."""
+    worst = explosions[0]
+    is_past = all(each.segment is not run.segments[-1] for each in explosions)
+    return is_past and run.metrics.steps[-1] > worst.peak.step and _is_overwritten(run, worst)
+
+
+def _count_again(explosions: Sequence[Explosion]) -> int:
+    """Return in how many parts of the log the run came to the worst explosion, the first, at the same step."""
+    return len({id(each.segment) for each in explosions if each.first == explosions[0].first})
+
+
 def _others(explosions: Sequence[Explosion]) -> list[str]:
-    """List the explosions besides the worst in a sentence, without those that are its effect; empty without any."""
+    """List the explosions besides the worst in sentences, without those that are its effect; empty without any."""
     worst, *others = explosions
+    made = []
+    if (num_again := _count_again(explosions)) > 1:
+        made.append(f"The run failed like this {num_again} times at step {worst.first}: a resume did not get past it.")
+        others = [other for other in others if other.first != worst.first]
     is_broken = worst.kind in ("collapse", "level")  # what follows it is its effect
     last = worst.segment.last if is_broken else worst.first
     others = [other for other in others if not other.is_start and not worst.first < other.first <= last]
     if not others:
-        return []
+        return made
     shown = sorted(others[:6], key=lambda other: other.first)
     peaks = Counter(f"{other.peak.step} ({number(other.peak.norm, 3)})" for other in shown)
     steps = ", ".join(peak if times == 1 else f"{peak}, {times} times" for peak, times in peaks.items())
     more = f" and {len(others) - 6} more" if len(others) > 6 else ""
-    return [f"{plural(len(others), 'other spike')}: step {steps}{more}."]
+    return [*made, f"{plural(len(others), 'other spike')}: step {steps}{more}."]
 
 
 def _advise_resume(
@@ -491,9 +517,8 @@ def _advise_resume(
             "",
         )
     peak, on = worst.peak.step, turn_on(run)
-    end = ", with GradLoc on for the next one:" if on else "."
-    is_past = all(other.segment is not run.segments[-1] for other in explosions) and run.metrics.steps[-1] > peak
-    if is_past and _is_overwritten(run, worst):
+    end = ", with GradLoc on for the next spike:" if on else "."
+    if _is_left_behind(run, explosions):
         return f"The resumed run got past step {peak}: continue{end}", on
     if worst.kind == "start":
         return f"No need to resume. Continue{end}", on
@@ -513,6 +538,11 @@ def _advise_resume(
     last = max((step for step in logged if step < first), default=first - 1)
     before = last + 1 if interval(run.metrics) > 1 else first
     condition = "" if is_certain else f"If the {deciding} {verb}, "
+    if worst.segment is run.segments[-1] and worst.segment.before is not None and _count_again(explosions) > 1:
+        tried = min(each.segment.first for each in explosions if each.segment.before is not None)
+        sentence, command = _resume(run, tried - 1, "go further back: ")
+        change = f"skip the batches around step {worst.first}, lower the learning rate, or {sentence}"
+        return f"Change something before the next resume: {change}", command
     sentence, command = _resume(run, before, condition)
     return f"{earlier.strip()} {sentence}".strip(), command
 

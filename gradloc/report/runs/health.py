@@ -95,11 +95,24 @@ class RunHealth:
 
     @property
     def share(self) -> str:
-        """Say how many steps were not healthy, and which was the first of the worst."""
+        """Say how many steps were not healthy, and which were the first, and the first of the worst."""
+        rows = "rows" if len({verdict.step for verdict in self.verdicts}) < len(self.verdicts) else "steps"
         if self.num_unwell == 1:
-            return f"1 of {len(self.verdicts)} steps was not healthy: step {self.worst.step} ({self.worst.state})."
-        worst = f"first {self.worst.state} at step {self.worst.step}"
-        return f"{self.num_unwell} of {len(self.verdicts)} steps were not healthy: {worst}."
+            return f"1 of {len(self.verdicts)} {rows} was not healthy: step {self.worst.step} ({self.worst.state})."
+        first, worst = self.firsts[0], self.worst
+        then = f"; first {worst.state} at step {worst.step}" if worst.state != first.state else ""
+        return (
+            f"{self.num_unwell} of {len(self.verdicts)} {rows} were not healthy, the first at step {first.step} "
+            f"({first.state}){then}."
+        )
+
+    @cached_property
+    def firsts(self) -> list[Judgement]:
+        """Return the first step that was not healthy, and the first of the worst state where another rule found it."""
+        unwell = [verdict for verdict in (*self.verdicts, self.worst) if verdict.reasons]
+        first = unwell[:1]
+        is_other = first and self.worst.reasons[0].name != first[0].reasons[0].name
+        return [*first, self.worst] if is_other else first
 
     @cached_property
     def findings(self) -> list[Finding]:

@@ -11,6 +11,7 @@ from gradloc.report.runs.run import read_run
 from tests.report.builder import REPO
 from tests.report.logs.made import QUIET, console
 
+DATA = REPO / "tests" / "data"
 LOG = console([*QUIET, 300.0]) + "\n"
 """Its last step, 31, is a spike."""
 CONFIG = "{'trainer': {'project_name': 'p', 'experiment_name': 'x', 'default_local_dir': 'checkpoints/p/x'}}\n"
@@ -74,7 +75,7 @@ def test_a_trainers_checkpoint_is_named_in_its_own_words(tmp_path, shown):
 
 
 def test_what_followed_a_spike_is_drawn_and_the_curve_has_steps_below_it_and_its_metric_s_last_value(shown):
-    log = REPO / "tests" / "data" / "logs" / "console" / "ray.log"
+    log = DATA / "logs" / "console" / "ray.log"
     worst = diagnose(read_run(log).runs[0]).worst
     parts = aftermath(worst)
     assert [(part.title, part.is_worse) for part in parts] == [
@@ -135,3 +136,24 @@ def test_a_loss_that_went_on_falling_after_it_scattered_did_not_rise_for_good(tm
     path.write_text("step,grad_norm,loss\n" + "".join(f"{at},{n},{loss}\n" for at, (n, loss) in enumerate(values)))
     (made,) = read_run(path).diagnoses
     assert made.kind == "back" and "came back" in " ".join(made.sentences)
+
+
+def test_a_spike_that_a_resume_got_past_is_not_said_to_be_the_run_s_end(shown):
+    said = shown(DATA / "logs" / "console" / "resumed.log")
+    assert "Kind: a spike, and the run did not recover, until it was resumed." in said
+    assert "got past step 47: continue" in said and said.count("903") <= 4  # headline, curve, health
+    assert not read_run(DATA / "logs" / "console" / "resumed.log").diagnoses[0].is_unrecovered
+
+
+def test_a_step_that_failed_at_each_resume_is_not_resumed_from_there_again(shown):
+    said = shown(DATA / "pieces" / "three-tries-to-get-past-a-nan.log")
+    assert "(401-433) were logged 3 times" in said and "logged twice" not in said
+    assert "failed like this 3 times at step 431" in said
+    assert "Change something before the next resume" in said and "checkpoint before step 400" in said
+
+
+def test_health_names_the_first_step_that_was_not_healthy_and_the_rule_that_found_it(shown):
+    said = shown(DATA / "logs" / "console" / "nan.log")
+    assert "the first at step 47 (warning); first danger at step 54" in said
+    first, worst = (said.index(f"{rule}, step {step}:") for rule, step in (("non_finite", 47), ("entropy_rise", 54)))
+    assert first < worst
