@@ -61,5 +61,15 @@ def test_what_a_run_has_already_is_left_out():
 
 def test_a_run_with_events_is_not_advised_to_turn_gradloc_on():
     folder = read_run(Path("examples/demo"))
-    reason = judge(folder.runs[0].parts).findings[0].worst
-    assert folder.advice(reason) and not any("spike_detection" in line for _, line in folder.advice(reason))
+    for finding in judge(folder.runs[0].parts).findings:
+        said = folder.advice(finding.worst, finding.worst_step)
+        assert said and not any("spike_detection" in line for _, line in said)
+
+
+def test_health_advises_on_a_spike_what_the_report_of_its_event_does(shown):
+    found = read_run(Path("examples/demo"))
+    do = found.next_step(found.events[0])
+    for finding in judge(found.runs[0].parts).findings:
+        assert found.advice(finding.worst, finding.worst_step) == [(do.do, line) for line in do.lines.values()]
+    said = shown("health", "examples/demo")
+    assert said.count(do.do) == 1 and "ppo_epochs" not in said and "grad_clip" not in said

@@ -105,7 +105,7 @@ def test_health_sees_norms_that_are_nan(tmp_path, capsys):
     watch.close()
     capsys.readouterr()
     main(["health", str(tmp_path)])
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "danger at step 6" in said and "actor/grad_norm is not finite; such steps in a row: 3" in said
 
 

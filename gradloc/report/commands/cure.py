@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...explain.next_step import next_step
 from ...explain.text import one_line, plural
 from ...record import Cured, Event
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
-from ..runs.events import read_actor
 from ..runs.run import RunFolder, read_run
 
 EPILOG = """\
@@ -64,7 +62,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
     """Count the advice for a run's events, by its sentence and line."""
     found: Counter[tuple[str, str]] = Counter()
     for event in folder.events:
-        if (do := next_step(event, read_actor(folder.events_root or folder.path, event))) is not None:
+        if (do := folder.next_step(event)) is not None:
             found.update((do.do, line) for line in do.lines.values())
     return found
 

@@ -3,6 +3,7 @@
 
 import argparse
 import math
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -85,7 +86,9 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
             for verdict in health.verdicts
         ],
         "advice": {
-            finding.worst.name: [{"do": do, "line": line} for do, line in folder.advice(finding.worst)]
+            finding.worst.name: [
+                {"do": do, "line": line} for do, line in folder.advice(finding.worst, finding.worst_step)
+            ]
             for finding in health.findings
         },
         "not_judged": list(health.silent),
@@ -110,6 +113,11 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
         console.print(health.headline)
     console.print(_strip(health))
     _print_findings(console, health, folder)
+    if spikes := {row.step for row in folder.events.rows} & {
+        verdict.step for verdict in health.verdicts if verdict.reasons
+    }:
+        where = f"gradloc {shlex.quote(str(folder.path))}"
+        console.print(f"Which tokens did it at step {ranges(sorted(spikes))}, and why: {where}", soft_wrap=True)
     if health.silent:
         console.print(f"Not checked, as the run logs no metric for them: {', '.join(health.silent)}.", style="dim")
     for note in health.notes:
@@ -130,7 +138,7 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
             when = f"{finding.worst.state}, first at step {finding.worst_step}; found at {ranges(finding.steps)}"
         console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
         console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))
-        advice = folder.advice(finding.worst)
+        advice = folder.advice(finding.worst, finding.worst_step)
         fresh = [(do, line) for do, line in advice if (line or do) not in printed]
         for do, line in fresh:
             printed.add(line or do)
@@ -138,7 +146,8 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
             if line:
                 console.print(Padding(Text(line, style="cyan"), (0, 0, 0, 6)))
         if len(fresh) < len(advice):
-            console.print(Padding("- and what is listed above", (0, 0, 0, 2)))
+            also = "and what is listed above" if fresh else "the same as above"
+            console.print(Padding(f"- {also}", (0, 0, 0, 2)))
 
 
 def _strip(health: RunHealth) -> Text:

@@ -14,7 +14,6 @@ from ...explain.causes import CauseInfo, cause_info
 from ...explain.culprits import carried, shares_sentence
 from ...explain.cures import failed_cures
 from ...explain.faults import LINKS, fault_sentences, step_before
-from ...explain.next_step import next_step
 from ...explain.numbers import bounded, number, percent, with_error
 from ...explain.story import (
     ACTIONS,
@@ -137,7 +136,7 @@ def document(event: Event, run: RunFolder) -> EventDocument:
     actor, shown = read_actor(root, event), event.by_size[:_MAX_IN_TABLE]
     sections = [
         _aftermath(event, run, what_followed(event, _clip(event, actor))),
-        _what_to_do(event, actor),
+        _what_to_do(event, run),
         Section("context", "Which run", [Facts([(name, value, "") for name, value in context(event, run)])]),
         _culprits(event, shown),
         _why(event, shown),
@@ -177,8 +176,8 @@ def _aftermath(event: Event, run: RunFolder, followed: list[str]) -> Section:
     return Section("hurt", f"Did it hurt? {hurt.answer.capitalize()}", [hurt.why, *followed])
 
 
-def _what_to_do(event: Event, actor: Mapping[str, Any]) -> Section:
-    do, others = next_step(event, actor), failed_cures(event)
+def _what_to_do(event: Event, run: RunFolder) -> Section:
+    do, others = run.next_step(event), failed_cures(event)
     blocks: list[Block] = []
     if do is not None:
         grounds = [("Why", do.why, ""), ("Fixed when", do.check, "")]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...explain.advice import actions_of, is_trl, supervised
+from ...explain.next_step import NextStep, next_step
 from ...explain.story import cause_of
 from ...explain.text import first_of, plural, spoken
 from ...health import Reason
@@ -22,7 +23,7 @@ from ..logs import LoggedRun, files_of
 from ..logs.formats import check
 from ..logs.recording import Metrics
 from .diagnosis import Diagnosis, diagnose
-from .events import RECORDS, EventRow, Events, is_event, read_events, recover
+from .events import RECORDS, EventRow, Events, is_event, read_actor, read_events, recover
 from .signals import is_supervised, trainer_class
 
 DEPTH = 3
@@ -79,12 +80,23 @@ class RunFolder:
         """Return the first run's settings by verl's names, as far as its log has them."""
         return self.runs[0].settings if self.runs else {}
 
-    def advice(self, reason: Reason) -> list[tuple[str, str]]:
-        """Return the advice for a reason of the health rules as pairs of a sentence and a line.
+    def next_step(self, event: Event) -> NextStep | None:
+        """Return what to do about an event; None where the run does all of it already."""
+        return next_step(event, read_actor(self.events_root or self.path, event))
 
-        A supervised run gets no advice on rollouts, rewards and a KL; one with events has no GradLoc to turn on.
+    def advice(self, reason: Reason, step: int) -> list[tuple[str, str]]:
+        """Return the advice for a reason of the health rules at a step, as pairs of a sentence and a line.
+
+        A rule on gradients has the advice of the step's event, which knows the cause. A supervised run gets no advice
+        on rollouts, rewards and a KL; one with events has no GradLoc to turn on.
         """
-        names = tuple(name for name in ADVICE[reason.name] if name != "localize" or not self.events.rows)
+        names = ADVICE[reason.name]
+        of_step = [(row.severity, at) for at, row in enumerate(self.events.rows) if row.step == step]
+        if of_step and {"localize", "mask"} & {*names}:
+            found = self.next_step(self.events[max(of_step)[1]])
+            lines = found.lines if found is not None else {}
+            return [(f"{found.do} ({label})" if label else found.do, line) for label, line in lines.items()]
+        names = tuple(name for name in names if name != "localize" or not self.events.rows)
         if not is_supervised(self.metrics):
             return actions_of(names, self.trainer, self.settings)
         found = actions_of(supervised(names), self.trainer, self.settings)
