@@ -199,5 +199,6 @@ def test_a_log_of_overflows_alone_is_answered_by_what_the_report_finds(shown):
 def test_a_run_with_an_event_has_a_headline_where_no_rule_found_fault(tmp_path, shown):
     write_run(tmp_path, [make_event()])
     rows = [{"step": step, "data": {"actor/grad_norm": 15.0 if step == 5 else 1.0}} for step in range(1, 41)]
+    rows[-1]["data"]["gradloc/failures"] = 0.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert "No fault in 40 steps" in shown("health", tmp_path)

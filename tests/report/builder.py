@@ -176,6 +176,7 @@ def make_metrics(num_steps: int = 20, spikes: tuple[int, ...] = (5,)) -> list[di
                 "actor/grad_norm": 100.0 if step in spikes else 1.0 + 0.1 * math.sin(step),
                 "actor/grad_norm_max": 747.0 if step in spikes else 1.2 + 0.1 * math.sin(step),
                 "critic/score/mean": 0.5 + 0.01 * step,
+                "gradloc/failures": 0.0,
             },
         }
         for step in range(1, num_steps + 1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds and reads the events and metrics in a run's folder, with sentences about what could not be read."""
 
+import math
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from .. import logs
 from ..errors import ReportError, did_you_mean
 from ..logs import LoggedRun, files_of
 from ..logs.formats import check
-from ..logs.recording import Metrics
+from ..logs.recording import MAX, MEAN, Metrics
 from .diagnosis import Diagnosis, diagnose
 from .events import RECORDS, EventRow, Events, is_event, read_actor, read_events, recover
 from .signals import is_supervised, trainer_class
@@ -30,6 +30,10 @@ DEPTH = 3
 """Levels of folders in which events are looked for."""
 FEW = 8
 """Rows below which a run is listed last."""
+_ROUNDED = 0.02
+"""Relative error of a norm that a log rounds."""
+_MOST_UPDATES = 8
+"""Epochs over a rollout at most; mini-batches of one that does not say how many it has."""
 MOST_RUNS = 400
 """Most runs of a log that are diagnosed, those with the highest norms."""
 
@@ -262,18 +266,65 @@ def _events_file(path: Path) -> Path | None:
 
 
 def _add_metrics(run: RunFolder, named: Path | None, metric: str | None) -> None:
-    """Add the runs in logs, the longest first."""
-    try:
-        _add_runs(run, [named or run.path], metric)
-    except ReportError:
-        if named is not None or metric is not None:
-            raise
-    if not run.runs and run.events_root == run.path:
-        # the events' folder was named: the metrics are usually one folder up
+    """Add the runs in logs, the longest first: the named ones, else what may be of the events' run in the folder that
+    it wrote them to, else in the path.
+    """
+    if named is not None:
+        _add_runs(run, [named], metric)
+    root = run.events_root or run.path
+    places = [[root.parent], [run.path]] if root != run.path else [[root]]
+    if root == run.path:  # the events' folder was named: the metrics are usually one folder up
         siblings = [*files_of(run.path.resolve().parent, 0)]
-        with suppress(ReportError):
-            _add_runs(run, [entry for entry in siblings if entry.suffix in (".jsonl", ".csv", ".log")], metric)
+        places.append([entry for entry in siblings if entry.suffix in (".jsonl", ".csv", ".log")])
+    left_out: list[str] = []
+    error = None
+    for paths in [] if named is not None else places:
+        before = len(run.notes)
+        try:
+            _add_runs(run, paths, metric)
+        except ReportError as refusal:
+            error = error or refusal
+        others = [logged for logged in run.runs if not _may_be_of(logged, run)]
+        if others:
+            left_out = [logged.name for logged in others]
+            run.runs = [logged for logged in run.runs if logged not in others]
+            run.notes = run.notes[:before] + [note for logged in run.runs for note in logged.notes]
+        if run.runs:
+            break
+    if error is not None and metric is not None and not run.runs:
+        raise error
+    if left_out:
+        whose = "another run's" if len(left_out) == 1 else "other runs'"
+        run.notes.append(
+            f"{plural(len(left_out), 'log')} of the folder left out as {whose}, by the norm at the events' steps: "
+            f"{first_of(left_out)}."
+        )
     run.runs.sort(key=lambda logged: len(logged.metrics.steps), reverse=True)
+
+
+def _may_be_of(logged: LoggedRun, run: RunFolder) -> bool:
+    """Return whether a log may be of the run that wrote the events.
+
+    Its norm at an event's step is the event's, or the mean of this and those of the step's other mini-batches. Else it
+    must be in the folder that the run writes to, and have no norm at these steps, or metrics of GradLoc's: a run that
+    was begun anew may have overwritten them.
+    """
+    has_norm = False
+    for part in logged.parts:
+        means, largest = (dict(part.logged(name)) for name in (part.norm or MEAN, MAX))
+        for at, row in enumerate(run.events.rows):
+            mean = means.get(row.step)
+            if row.norm is None or mean is None:
+                continue
+            num_updates = _MOST_UPDATES * (run.events[at].step.num_mini_batches or _MOST_UPDATES)
+            is_near = math.isclose(largest.get(row.step, mean), row.norm, rel_tol=_ROUNDED)
+            is_near |= row.norm / num_updates <= mean <= row.norm * (1 + _ROUNDED)
+            if is_near or not math.isfinite(row.norm) and not math.isfinite(mean):
+                return True
+            has_norm = True
+    is_watched = any(name.startswith("gradloc/") for name in logged.parts[-1].series)
+    is_own = logged.folder is not None and is_inside(logged.folder, (run.events_root or run.path).parent)
+    return is_own and (is_watched or not has_norm)
 
 
 def _check(run: RunFolder, events_file: Path) -> None:

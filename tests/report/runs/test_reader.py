@@ -15,6 +15,7 @@ from gradloc.report.runs import events as reader
 from gradloc.report.runs.events import read_sequences, row_of
 from gradloc.report.runs.run import read_run
 from tests.report.builder import make_culprit, make_event, make_metrics, write_run
+from tests.report.logs.made import console
 
 
 def steps(run):
@@ -136,6 +137,21 @@ def test_an_event_folder_without_a_whole_meta_is_named(three):
 def test_a_folder_of_one_event_is_that_event(three):
     run = read_run(three / "gradloc" / "events" / "step000002-epoch0-mini0")
     assert steps(run) == [2] and run.metrics
+
+
+@pytest.mark.parametrize("place", ["run/other.log", "run/gradloc/other.log", "elsewhere/other.log"])
+def test_an_event_is_not_joined_to_a_log_of_another_run(tmp_path, place):
+    write_run(tmp_path / "run", [make_event()])
+    log = tmp_path / place
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(console([0.5] * 40) + "\n")
+    run = read_run(tmp_path)
+    assert not run.metrics and any("1 log of the folder left out as another run's" in note for note in run.notes)
+    log.write_text(console([0.5] * 4 + [make_event()["trigger"]["grad_norm"]] + [0.5] * 35) + "\n")
+    run = read_run(tmp_path)
+    assert run.metrics and not any("left out" in note for note in run.notes)
+    log.write_text(console([0.5] * 40) + "\n")
+    assert read_run(tmp_path, log).metrics, "it was named"
 
 
 def test_what_is_missing_is_said(tmp_path):
