@@ -61,6 +61,17 @@ def test_a_log_of_a_folder_that_is_not_judged_is_said(tmp_path, capsys):
     assert main([str(tmp_path / "a.log"), str(tmp_path / "b.log"), "--fail-on", "found"]) == 1
 
 
+def test_logs_without_norms_are_judged_each_and_the_worst_leads(tmp_path, shown):
+    for name, first, risen in (("a.log", 2.5, 0.0), ("b.log", 2.9, 6.0), ("c.log", 2.2, 0.0)):
+        losses = [first - step / 100 + step * 7 % 5 / 100 + risen * (step > 40) for step in range(1, 81)]
+        (tmp_path / name).write_text("".join(f"step {step} loss: {loss}\n" for step, loss in enumerate(losses, 1)))
+    said = shown(tmp_path)
+    assert said.startswith("b.log") and "loss rose from step 41 on for good" in said
+    assert "2 other runs:" in said and "a.log: loss went from 2.51 at" in said and "c.log: loss went from 2.21" in said
+    said = shown("health", tmp_path)
+    assert "b.log" in said.splitlines()[0] and "a.log: loss is finite in all 80 steps" in said
+
+
 def test_json_says_the_kind_and_what_it_was_judged_from(tmp_path, shown):
     (tmp_path / "a.log").write_text(SPIKE)
     (said,) = json.loads(shown(tmp_path / "a.log", "--json"))["diagnoses"]

@@ -14,6 +14,7 @@ from ...explain.advice import sampling_cut
 from ...explain.text import capitalized, one_line
 from .. import output
 from ..errors import ReportError
+from ..logs.names import listed
 from ..pages import terminal
 from ..runs.health import STATES, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_run
@@ -101,7 +102,8 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
 def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     """Print the first run's health in full, and a line on each other run of the folder."""
     console, health = terminal.console(), healths[0]
-    console.print(one_line(folder.name), style="bold")
+    one_of_several = f": {folder.runs[0].name}" if len(folder.runs) > 1 else ""
+    console.print(one_line(f"{folder.name}{one_of_several}"), style="bold")
     is_led = False
     if not folder.events:
         diagnosis = folder.diagnoses[0]
@@ -119,7 +121,7 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
         where = f"gradloc {shlex.quote(str(folder.path))}"
         console.print(f"Which tokens did it at step {ranges(sorted(spikes))}, and why: {where}", soft_wrap=True)
     if health.silent:
-        console.print(f"Not checked, as the run logs no metric for them: {', '.join(health.silent)}.", style="dim")
+        console.print(f"Not checked, as the run logs no metric for them: {listed(health.silent, 8)}.", style="dim")
     for note in health.notes:
         console.print(note, style="yellow")
     for diagnosis, health in list(zip(folder.diagnoses, healths, strict=True))[1:]:

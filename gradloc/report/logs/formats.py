@@ -204,7 +204,9 @@ _KINDS = (
 
 
 def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
-    """Return the recordings of a folder; of those that hold the same norms, the one with the most metrics."""
+    """Return the recordings of a folder, those with norms or else with losses; of those that hold the same ones, the
+    one with the most metrics.
+    """
     found: list[Recording] = []
     unread: list[str] = []
 
@@ -225,9 +227,11 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
             found.append(recording)
     found = _joined(found)
     with_norms = [recording for recording in found if _norms(recording)]
-    kept, notes = _distinct(with_norms) if with_norms else (found[:1], [])
-    judged = {each.source for each in with_norms or kept}
-    unjudged = {each.source for each in found if LOGLIKE.search(each.source) and _has_loss(each)}
+    with_losses = [recording for recording in found if _losses(recording)]
+    kept, notes = _distinct(with_norms or with_losses, _norms if with_norms else _losses)
+    kept = kept or found[:1]
+    judged = {each.source for each in with_norms or with_losses}
+    unjudged = {each.source for each in found if LOGLIKE.search(each.source) and _losses(each)}
     if unjudged := sorted(unjudged - judged):
         count, verb = plural(len(unjudged), "log"), "was" if len(unjudged) == 1 else "were"
         notes.append(f"{count} of the folder without a gradient norm {verb} not judged: {first_of(unjudged)}.")
@@ -271,9 +275,11 @@ def _natural(name: str) -> list:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _distinct(recordings: list[Recording]) -> tuple[list[Recording], list[str]]:
-    """Return each run once: a console log and a tracker's files hold the same norms."""
-    norms = [_norms(recording) for recording in recordings]
+def _distinct(
+    recordings: list[Recording], values_of: Callable[[Recording], list[float]]
+) -> tuple[list[Recording], list[str]]:
+    """Return each run once: a console log and a tracker's files hold the same values, norms or losses."""
+    norms = [values_of(recording) for recording in recordings]
     num_metrics = [sum(not name.startswith("_") for name in recording.rows[-1][1]) for recording in recordings]
     order = sorted(range(len(recordings)), key=lambda at: (-len(norms[at]), -num_metrics[at]))
     kept: list[int] = []
@@ -306,16 +312,15 @@ def _joined(recordings: list[Recording]) -> list[Recording]:
     return kept
 
 
-def _has_loss(recording: Recording) -> bool:
-    return any(map(is_training_loss, recording.rows[0][1]))
-
-
-def _norms(recording: Recording) -> list[float]:
+def _norms(recording: Recording, is_one: Callable[[str], bool] = is_norm) -> list[float]:
     """Return the first norm of each row; inf for one that is not finite."""
-    norms: list[float] = []
+    found: list[float] = []
     for _, values in recording.rows:
-        norms += [value for name, value in values.items() if is_norm(name)][:1]
-    return [norm if math.isfinite(norm) else math.inf for norm in norms]
+        found += [value for name, value in values.items() if is_one(name)][:1]
+    return [value if math.isfinite(value) else math.inf for value in found]
+
+
+_losses = partial(_norms, is_one=is_training_loss)
 
 
 def _is_within(few: list[float], many: list[float]) -> bool:

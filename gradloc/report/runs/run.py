@@ -95,9 +95,9 @@ class RunFolder:
         on rollouts, rewards and a KL; one with events has no GradLoc to turn on.
         """
         names = ADVICE[reason.name]
-        of_step = [(row.severity, at) for at, row in enumerate(self.events.rows) if row.step == step]
-        if of_step and {"localize", "mask"} & {*names}:
-            found = self.next_step(self.events[max(of_step)[1]])
+        at_step = [(row.severity, at) for at, row in enumerate(self.events.rows) if row.step == step]
+        if at_step and {"localize", "mask"} & {*names}:
+            found = self.next_step(self.events[max(at_step)[1]])
             lines = found.lines if found is not None else {}
             return [(f"{found.do} ({label})" if label else found.do, line) for label, line in lines.items()]
         names = tuple(name for name in names if name != "localize" or not self.events.rows)
@@ -214,13 +214,14 @@ def has_events(path: Path) -> bool:
 def read_logs(
     paths: Sequence[Path], metric: str | None = None, path: Path | None = None, pattern: str | None = None
 ) -> RunFolder:
-    """Read runs from logs alone, the one with the worst gradient norm first, and one of a few rows without norms last.
+    """Read runs from logs alone, the one with the worst gradient norm first; without norms, the one with a finding.
+    One of a few rows is last.
 
     ``path`` is the path that the user named, where the logs are elsewhere.
     """
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
-    run.runs.sort(key=lambda logged: (logged.peak, len(logged.metrics.steps) >= FEW), reverse=True)
+    run.runs.sort(key=_badness, reverse=True)
     if len(run.runs) > MOST_RUNS:
         run.notes.append(f"{len(run.runs) - MOST_RUNS:,} more runs, with lower norms, are left out.")
         del run.runs[MOST_RUNS:]
@@ -230,6 +231,14 @@ def read_logs(
         run.named += [option, given] if given else []
     _note_verdicts(run)
     return run
+
+
+def _badness(logged: LoggedRun) -> tuple[float, ...]:
+    """Return by how much a run comes before others."""
+    peak, is_long = logged.peak, len(logged.metrics.steps) >= FEW
+    found = diagnose(logged) if not peak else None
+    is_bad = found is not None and (found.is_unrecovered or found.kind == "unfinite")
+    return peak, is_bad, found is not None and bool(found.kind), is_long
 
 
 def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None, pattern: str | None = None) -> None:

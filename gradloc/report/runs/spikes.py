@@ -69,7 +69,7 @@ def missing_norm(metrics: Metrics, name: str) -> str:
         )
     others = [own for own in metrics.own_names if not is_bookkeeping(own) and not _NO_NORM.search(own)]
     if not others:
-        return f"{name} logs no gradient norm. If it has another name, give that with --metric."
+        return f"{name} logs no gradient norm. If the norm has another name, give it: --metric NAME."
     return f"{name} logs no gradient norm. If one of these is the norm, name it with --metric: {listed(others)}."
 
 
