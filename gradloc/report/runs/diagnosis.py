@@ -102,6 +102,11 @@ class Diagnosis:
         return self.kind in UNRECOVERED and not self.is_left_behind
 
     @property
+    def gravity(self) -> int:
+        """How bad the run is: 2 where it does not recover or a metric is not finite, 1 with another fault, else 0."""
+        return 2 if self.is_unrecovered or self.kind == "unfinite" else int(self.kind not in ("", "start"))
+
+    @property
     def advice(self) -> str:
         """The sentence on whether and where to go back; empty where nothing is wrong."""
         return self.sentences[-1] if self.sentences else ""

@@ -214,31 +214,24 @@ def has_events(path: Path) -> bool:
 def read_logs(
     paths: Sequence[Path], metric: str | None = None, path: Path | None = None, pattern: str | None = None
 ) -> RunFolder:
-    """Read runs from logs alone, the one with the worst gradient norm first; without norms, the one with a finding.
-    One of a few rows is last.
+    """Read runs from logs alone, the worst first, and of those without a fault the ones of a few rows last.
 
     ``path`` is the path that the user named, where the logs are elsewhere.
     """
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
-    run.runs.sort(key=_badness, reverse=True)
+    run.runs.sort(key=lambda logged: (logged.peak, len(logged.metrics.steps) >= FEW), reverse=True)
     if len(run.runs) > MOST_RUNS:
         run.notes.append(f"{len(run.runs) - MOST_RUNS:,} more runs, with lower norms, are left out.")
         del run.runs[MOST_RUNS:]
+    order = sorted(range(len(run.runs)), key=lambda at: run.diagnoses[at].gravity, reverse=True)
+    run.runs, run.diagnoses = ([each[at] for at in order] for each in (run.runs, run.diagnoses))
     own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].parts[0].source)
     run.named = [str(next(own, run.path))]
     for option, given in (("--metric", metric), ("--pattern", pattern)):
         run.named += [option, given] if given else []
     _note_verdicts(run)
     return run
-
-
-def _badness(logged: LoggedRun) -> tuple[float, ...]:
-    """Return by how much a run comes before others."""
-    peak, is_long = logged.peak, len(logged.metrics.steps) >= FEW
-    found = diagnose(logged) if not peak else None
-    is_bad = found is not None and (found.is_unrecovered or found.kind == "unfinite")
-    return peak, is_bad, found is not None and bool(found.kind), is_long
 
 
 def _add_runs(run: RunFolder, paths: Sequence[Path], metric: str | None, pattern: str | None = None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is around each line changes no answer: a quotation, line numbers, ranks, times, a log store's JSON."""
+"""What is around lines changes no answer, nor does another run: a quotation, numbers, ranks, a log store's JSON."""
 
 import json
 
@@ -64,3 +64,15 @@ def test_rows_that_two_ranks_print_are_one_run_s(values, tmp_path):
     line = f"{{rank}}: iter {{step}} | {values}\n"
     path.write_text("".join(line.format(rank=r, step=s, loss=x, norm=y) for s, x, y in rows for r in (0, 1)))
     assert len(answer(path)) == 1 and "40" in answer(path)[0][1]
+
+
+@pytest.mark.parametrize("fault", [[float("nan")] * 20, [50.0] * 20, [50.0] + [1.0] * 19], ids=["nan", "high", "jump"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_runs_in_a_log_the_worse_leads_without_norms_too(fault, is_first, tmp_path):
+    sound = [2 - step / 100 for step in range(60)]
+    runs = [sound, [loss + 0.01 for loss in sound[:40]] + fault]
+    path = tmp_path / "train.log"
+    lines = (f"iter {at}: loss {loss:.4f}\n" for run in runs[:: 1 - 2 * is_first] for at, loss in enumerate(run))
+    path.write_text("".join(lines))
+    (kind, headline, _), (other, *_) = answer(path)
+    assert kind and not other and "step 40" in headline
