@@ -95,8 +95,33 @@ def numbered(noun: str, first: int, last: int) -> str:
 
 def plural(count: int, noun: str) -> str:
     """Count a noun: ``1 token``, ``2 tokens``, ``1,000 tokens``."""
-    ending = "" if count == 1 else "es" if noun.endswith(("h", "s")) else "s"
-    return f"{count:,} {noun}{ending}"
+    return f"{count:,} {noun if count == 1 else plural_of(noun)}"
+
+
+def plural_of(noun: str) -> str:
+    return noun + ("es" if noun.endswith(("h", "s")) else "s")
+
+
+_NUMBERED = re.compile(r"(?<!optimizer )\b[Ss]teps?(?= \d)(?! \d+ of epoch)|(?<=the last )step(?=, \d)")
+_DISTANCE = re.compile(r"\b((?:within|every|in the) [\d.,]+ )(steps?)\b")
+_LOGGED = re.compile(r"(?<=\d )step(?=s?\b)")
+"""Steps in a sentence: by their numbers, as a distance between two, and a number of logged ones."""
+
+
+def in_unit(sentence: str, unit: str) -> str:
+    """Name in a sentence about a log what its steps count, such as rows: a step by its number, and a number of steps.
+
+    >>> in_unit("Step 3: norm 9, finite from step 5 on, of 60 steps. Such a step was skipped.", "row")
+    'Row 3: norm 9, finite from row 5 on, of 60 rows. Such a step was skipped.'
+    >>> in_unit("2 of 60 steps, steps 320 to 640, rose within 96 steps.", "sample")
+    '2 of 60 rows, samples 320 to 640, rose within 96 samples.'
+    """
+    if unit == "step":
+        return sentence
+    named = {"step": unit, "steps": plural_of(unit)}
+    named |= {word.capitalize(): name.capitalize() for word, name in named.items()}
+    sentence = _DISTANCE.sub(lambda found: found[1] + named[found[2]], sentence)
+    return _NUMBERED.sub(lambda found: named[found[0]], _LOGGED.sub("row", sentence))
 
 
 def first_of(names: Sequence[str]) -> str:

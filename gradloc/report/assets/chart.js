@@ -21,8 +21,8 @@ class Chart {
     this.steps = sorted([...lines.filter((line) => line.kind !== "limit").flatMap((line) => line.x), ...chart.marks.map(([step]) => step)]);
     this.x = sorted([...this.steps, ...lines.flatMap((line) => line.x)]);
     this.whole = [this.x[0], this.x.at(-1)].map((step, index, [first, last]) => (first === last ? step + 2 * index - 1 : step));
-    const label = (step, norm) => `step ${step}: ${norm === null ? "not finite" : short(norm)}`;
-    this.marks = chart.marks.map(([step, norm, place, note]) => ({ step, norm, link: make("a", { href: `#${place}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `${chart.noun} at step ${step}`, title: `${label(step, norm)}, ${note}` }) }));
+    const label = (step, norm) => `${chart.unit} ${step}: ${norm === null ? "not finite" : short(norm)}`;
+    this.marks = chart.marks.map(([step, norm, place, note]) => ({ step, norm, link: make("a", { href: `#${place}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `${chart.noun} at ${chart.unit} ${step}`, title: `${label(step, norm)}, ${note}` }) }));
     this.strips = chart.bands.map(([first, last, state, note]) => ({ first, last, part: this.strip(state, note) }));
     this.plots = chart.panels.map((panel, index) => this.plot(panel, index));
     this.main = this.plots[0];
@@ -50,7 +50,7 @@ class Chart {
         points: { show: x.length === 1, size: 5 }, ...(kind === "mark" ? { paths: () => null } : {}),
       }))],
       axes: [
-        { ...axis, show: isLast, size: 28, incrs: [1, 2, 5].flatMap((part) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((by) => part * by)).sort((a, b) => a - b), label: "training step", labelSize: 14, labelFont: FONT, values: (plot, steps) => steps.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
+        { ...axis, show: isLast, size: 28, incrs: [1, 2, 5].flatMap((part) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((by) => part * by)).sort((a, b) => a - b), label: this.chart.axis, labelSize: 14, labelFont: FONT, values: (plot, steps) => steps.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
         { ...axis, grid: { ...axis.grid, filter: (plot, values) => values.map((value) => (!panel.is_log || isRound(value) ? value : null)) }, size: 58, space: index ? 22 : 34, values: (plot, values) => values.map((value) => (value === null || (panel.is_log && !isRound(value)) ? "" : short(value))) },
       ],
       cursor: { y: false, sync: { key: "steps" }, drag: { x: true, y: false, dist: 8 }, points: { size: 7, show: (plot, row) => rows[row - 1].kind !== "mark" && undefined } },
@@ -101,10 +101,10 @@ class Chart {
     const entries = shown.map((line) => [line.label, step === null ? null : valueOf(line), line.kind]);
     if (step === null && this.marks.length) entries.push([this.chart.noun, null, "mark"]);
     const keys = entries.map(([label, value, kind]) => make("span", { className: `key ${kind}` }, label, ...(value === null ? [] : [make("b", { textContent: ` ${plain(value)}` })])));
-    if (step !== null) keys.unshift(make("b", { className: "step", textContent: `step ${step.toLocaleString("en")}` }));
+    if (step !== null) keys.unshift(make("b", { className: "step", textContent: `${this.chart.unit} ${step.toLocaleString("en")}` }));
     this.figure.querySelector(".keys").replaceChildren(...keys);
     const said = entries.filter(([, value]) => value !== null).map(([label, value]) => `${label} ${plain(value)}`);
-    this.figure.querySelector(".readout").textContent = step === null ? "" : `step ${step}: ${said.join(", ")}`;
+    this.figure.querySelector(".readout").textContent = step === null ? "" : `${this.chart.unit} ${step}: ${said.join(", ")}`;
   }
 
   go(step) {

@@ -56,7 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _tables(comparison: Comparison) -> list[tuple[str, list[list[str]]]]:
     """Return each table's first column head and its rows."""
-    tables = [("", comparison.rows), ("spike at step", comparison.steps), ("setting", comparison.settings)]
+    tables = [
+        ("", comparison.rows),
+        (f"spike at {comparison.unit}", comparison.steps),
+        ("setting", comparison.settings),
+    ]
     return [(head, rows) for head, rows in tables if rows]
 
 

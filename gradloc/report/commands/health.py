@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ...explain.advice import sampling_cut
-from ...explain.text import capitalized, one_line
+from ...explain.text import capitalized, in_unit, one_line
 from .. import output
 from ..errors import ReportError
 from ..logs.names import listed
@@ -81,6 +81,7 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
         "run": folder.name,
         "metrics": folder.metrics.source,
         "state": health.state,
+        "unit": health.unit,
         "worst": {"state": health.worst.state, "step": health.worst.step},
         "steps": [
             {"step": verdict.step, "state": verdict.state, "reasons": [reason.facts() for reason in verdict.reasons]}
@@ -138,6 +139,7 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
         when = f"{finding.worst.state} at step {finding.worst_step}"
         if len(finding.steps) > 1:
             when = f"{finding.worst.state}, first at step {finding.worst_step}; found at {ranges(finding.steps)}"
+        when = in_unit(when, health.unit)
         console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
         console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))
         advice = folder.advice(finding.worst, finding.worst_step)
@@ -159,11 +161,13 @@ def _strip(health: RunHealth) -> Text:
     text = Text()
     for start in range(0, len(health.verdicts), steps_per_line):
         line = health.verdicts[start : start + steps_per_line]
-        text.append(f"step {line[0].step:>6}  ", style="dim")
+        text.append(f"{health.unit} {line[0].step:>6}  ", style="dim")
         for first in range(0, len(line), steps_per_mark):
             worst = max(line[first : first + steps_per_mark], key=lambda verdict: STATES.index(verdict.state))
             text.append(*MARKS[worst.state])
         text.append("\n")
     meant = {"healthy": "within every rule"}  # which need not be healthy: rules learn a new level
     legend = ", ".join(f"{mark} {meant.get(state, state)}" for state, (mark, _) in MARKS.items())
-    return text.append(legend + (f"; {steps_per_mark} steps to a mark" if steps_per_mark > 1 else ""), style="dim")
+    return text.append(
+        legend + in_unit(f"; {steps_per_mark} steps to a mark" if steps_per_mark > 1 else "", health.unit), style="dim"
+    )

@@ -204,14 +204,14 @@ def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -
             f"one, set {settings}; or name a file with both log-probs of each token."
         )
     if args.json:
-        document = {"run": run.name, "state": health.worst.state, "metrics": health.metrics}
+        document = {"run": run.name, "state": health.worst.state, "unit": health.unit, "metrics": health.metrics}
         output.deliver(args.output, output.as_json(document | {"findings": health.findings}))
         return
     console = terminal.console()
     verdict = "Rollout engine and trainer agree: each logged mismatch metric is within its limit."
     if health.findings:
         first = health.findings[0]
-        verdict = f"Step {first.worst_step}: {first.worst.sentence}"
+        verdict = f"{health.unit.capitalize()} {first.worst_step}: {first.worst.sentence}"
     console.print(f"{run.name}: {verdict}", style="bold")
     rows = []
     name_of_metric = {logged: name for name, logged in run.metrics.called.items()}
@@ -219,8 +219,8 @@ def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -
         points = run.metrics.known(name_of_metric.get(logged, logged))
         step, largest = max(points, key=lambda point: abs(point[1]))
         middle = median(value for _, value in points)
-        rows.append((logged, number(points[0][1], 3), number(middle, 3), f"{number(largest, 3)}, step {step}"))
-    console.print(terminal.table(("metric", "first", "median", "largest, at step"), rows, gap=3))
+        rows.append((logged, number(points[0][1], 3), number(middle, 3), f"{number(largest, 3)}, {health.unit} {step}"))
+    console.print(terminal.table(("metric", "first", "median", f"largest, at {health.unit}"), rows, gap=3))
     console.print(
         f"Judged from {plural(len(health.verdicts), 'row')}. A log of means says how much rollout and trainer differ, "
         "not why: for the kind, name a file with both log-probs of each token (gradloc mismatch --help)."

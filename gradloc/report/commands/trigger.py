@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ... import checks
 from ...explain.numbers import number, percent
-from ...explain.text import one_line, plural
+from ...explain.text import in_unit, one_line, plural
 from ...trigger import AdaptiveThreshold
 from .. import output
 from ..errors import ReportError
@@ -59,14 +59,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         if len(runs) > 1:
             raise ReportError(f"--json is of one run, found {len(runs)}: name a log of one.")
-        output.deliver(args.output, output.as_json({"settings": settings, "steps": _steps(*runs.values())}))
+        output.deliver(args.output, output.as_json(_json(settings, *runs.values())))
     elif args.output is not None:
         from ..pages import trigger as page  # matplotlib takes a second to import
 
         drawn = {}
         for name, diagnosis in runs.items():
             drawn[name] = sorted(itertools.chain(*diagnosis.judged), key=lambda step: step.step)
-        output.deliver(args.output, page.svg(drawn) if args.output.suffix == ".svg" else page.html(drawn))
+        units = {diagnosis.run.unit for diagnosis in runs.values()}
+        unit = units.pop() if len(units) == 1 else "step"
+        output.deliver(args.output, page.svg(drawn, unit) if args.output.suffix == ".svg" else page.html(drawn, unit))
     else:
         console = terminal.console()
         for name, diagnosis in runs.items():
@@ -113,37 +115,42 @@ def _unused_name(name: str, longer: str, used: Collection[str]) -> str:
     return next(each for each in itertools.chain([name, longer], numbered) if each not in used)
 
 
-def _steps(diagnosis: Diagnosis) -> list[dict[str, float | None]]:
-    """Return each step as JSON has it; ``segment`` is there where the log holds several."""
+def _json(settings: Mapping[str, float], diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what JSON has of the run, with each step; ``segment`` is there where the log holds several."""
     rows = []
     for segment, judged in enumerate(diagnosis.judged):
         for step in judged:
             row = {"step": step.step, "norm": step.norm, "threshold": step.threshold, "spike": step.spike}
             rows.append(row | ({"segment": segment} if len(diagnosis.judged) > 1 else {}))
-    return rows
+    return {"settings": settings, "unit": diagnosis.run.unit, "steps": rows}
 
 
 def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
+    unit = diagnosis.run.unit
+
+    def say(sentence: str, style: str = "") -> None:
+        console.print(in_unit(sentence, unit), style=style)
+
     judged = list(itertools.chain(*diagnosis.judged))
     spikes = [step for step in judged if step.spike]
     console.print(name, style="bold")
-    for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics.own_norm):
+    for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics):
         console.print(line)
     early = [step for step in judged if step.is_early]
     also = f"; {plural(len(early), 'step')} of the warm-up is marked for its size alone" if early else ""
     share = percent(len(spikes) / len(judged))
-    console.print(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({share}){also}.")
+    say(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({share}){also}.")
     own = dict(diagnosis.run.metrics.known(THRESHOLD))
     for step in spikes:
         at = own.get(step.step)
         if None not in (at, step.threshold) and not math.isclose(at, step.threshold, rel_tol=0.01):
-            console.print(
+            say(
                 f"By the default rule, which adapts, the threshold at step {step.step} is "
                 f"{number(step.threshold, 3)}; the run itself used {number(at, 3)}."
             )
             break
     for step in early:
-        console.print(
+        say(
             f"Step {step.step}: {number(step.norm, 3)} is {number(step.times, 3)} times the median of the steps around "
             "it. It is in the warm-up, when the rule flags only norms that are not finite.",
             style="red",
@@ -152,7 +159,7 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     others.sort(key=lambda step: step.ratio)
     if others:
         nearest, middle = others[-1], others[len(others) // 2]
-        console.print(
+        say(
             f"The largest norm that was not flagged is {percent(nearest.ratio, 2)} of its threshold "
             f"(step {nearest.step}), a typical one {percent(middle.ratio, 2)}."
         )
@@ -160,7 +167,7 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
         rows = []
         for step in spikes[:MAX_LISTED]:
             rows.append([str(step.step), *(number(value, 3) for value in (step.norm, step.threshold, step.ratio))])
-        console.print(terminal.table(("step", "norm", "threshold", "norm over threshold"), rows, gap=3))
+        console.print(terminal.table((unit, "norm", "threshold", "norm over threshold"), rows, gap=3))
     if len(spikes) > MAX_LISTED:
         console.print(f"And {len(spikes) - MAX_LISTED} more; --json writes them all.", style="dim")
     console.print()

@@ -128,7 +128,7 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
     threshold = thresholds[-1][1] if thresholds else run.events.rows[-1].threshold if run.events else None
     if run.metrics:
         norm = norms[-1][1] if norms else None
-        line.append(f"  step {run.metrics.steps[-1]:,}  norm {number(norm, 3)}", style="not bold")
+        line.append(f"  {run.metrics.unit} {run.metrics.steps[-1]:,}  norm {number(norm, 3)}", style="not bold")
     if threshold is not None:
         line.append(f"  threshold {number(threshold, 3)}", style="not bold")
     if health:
@@ -142,11 +142,11 @@ def _head(run: RunFolder, health: RunHealth) -> Text:
 def _curve(run: RunFolder, width: int) -> list[Text]:
     """Plot the whole run, so that the steps which the text mentions are in the picture."""
     if run.runs and not run.events:
-        return curve(run.diagnoses[0].judged, width, run.metrics.own_norm)
+        return curve(run.diagnoses[0].judged, width, run.metrics)
     metrics, spiked = run.metrics, {row.step for row in run.events.rows}
     limits = dict(metrics.logged(THRESHOLD))
     norms = metrics.logged(metrics.norm or MEAN)
-    return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms]], width)
+    return curve([[Judged(step, norm, limits.get(step), step in spiked) for step, norm in norms]], width, metrics)
 
 
 ADDRESS = "127.0.0.1"

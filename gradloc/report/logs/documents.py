@@ -106,10 +106,10 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
     lines = Json()
     for entry in _dicts(entries):
         lines.take_entry(entry, "")
-    lines.count_by_epochs()
-    made.rows, made.is_counted = lines.rows[""], lines.is_counted
-    if made.is_counted:
-        made.notes.append(f"The rows of {made.source} do not say their step: it was counted.")
+    lines.resolve()
+    made.rows, made.unit = lines.rows[""], lines.unit
+    if made.unit == "row":
+        made.notes.append(f"The rows of {made.source} do not say their step: they are named by their place.")
 
 
 def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]:
@@ -178,6 +178,8 @@ def _entries_of(document: dict) -> list[dict]:
     lists = {str(name): values for name, values in document.items() if isinstance(values, list)}
     count = next((len(values) for name, values in lists.items() if is_norm(name) or is_training_loss(name)), 0)
     whole = {name: values for name, values in lists.items() if len(values) == count}
+    if any(0.8 < len(values) / count < 1.25 and name not in whole for name, values in lists.items() if count):
+        return []  # some are cut, and a value could be given a wrong step
     if step_name(whole) is None and not any(map(is_norm, whole)):
         whole["epoch"] = [*range(1, count + 1)]  # as Keras keeps its history
     return [{"step" if name == "steps" else name: values[at] for name, values in whole.items()} for at in range(count)]

@@ -173,7 +173,8 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         recordings = [recording for recording in read_as(source) if recording.rows]
         for recording in recordings:
             recording.folder = path.parent
-            recording.counts_samples = any(map(_BY_SAMPLES.search, [path.name, *recording.rows[0][1]]))
+            if any(map(_BY_SAMPLES.search, [path.name, *recording.rows[0][1]])):
+                recording.unit = "sample"
         if recordings:
             return recordings
         notes += source.notes
@@ -303,7 +304,7 @@ def _joined(recordings: list[Recording]) -> list[Recording]:
     for recording in recordings:
         steps, names = [step for step, _ in recording.rows], {*chain(*(values for _, values in recording.rows))}
         key = recording.folder, recording.format, *steps
-        if len(names) > 1 or recording.is_counted or names & first.setdefault(key, recording).rows[0][1].keys():
+        if len(names) > 1 or recording.unit == "row" or names & first.setdefault(key, recording).rows[0][1].keys():
             kept.append(recording)  # the first of them, too
             continue
         for (_, values), (_, own) in zip(first[key].rows, recording.rows, strict=True):

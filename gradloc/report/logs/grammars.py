@@ -113,8 +113,8 @@ class Grammar:
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = defaultdict(list)
         """The runs by the process that printed them; several may print into one log."""
-        self.is_counted = False
-        """Whether the lines do not say their step, so that steps were counted."""
+        self.unit = "step"
+        """What the rows' steps count, see :class:`~.recording.Recording`."""
         self.num_drawn = 0
         """Norms that stood for a step that has one already."""
         self.num_again = 0
@@ -215,8 +215,8 @@ class Json(Grammar):
     def __init__(self) -> None:
         super().__init__()
         self.verdicts: list[str] = []
-        self._epochs: dict[str, list[Row]] = defaultdict(list)
-        """Rows that say an epoch and no step: evaluations, where other rows say a step."""
+        self._unplaced: dict[str, dict[str, list[Row]]] = {"row": defaultdict(list), "epoch": defaultdict(list)}
+        """Rows that say no step, by their place or epoch: of the run's end or evaluations, where others say one."""
 
     def take(self, line: str, process: str) -> bool:
         line = line.lstrip(" \t`>")  # the last two are Markdown's
@@ -251,18 +251,20 @@ class Json(Grammar):
         step = _step_around(values) if step is None else step
         # in a deeper one are the last, least and largest of a run
         if step is None and any(is_norm(name) and {name, name.rpartition("/")[0]} & entry.keys() for name in values):
-            self.is_counted = True
-            step = len(self.rows[process]) + 1
-        elif step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):
-            self._epochs[process].append((entry["epoch"], values))
+            rows = self._unplaced["row"][process]
+            rows.append((len(rows) + 1, values))
+            return True
+        if step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):
+            self._unplaced["epoch"][process].append((entry["epoch"], values))
             return True
         values.pop("step", None)
         return step is not None and self.add(process, step, values)
 
-    def count_by_epochs(self) -> None:
-        """Makes the epochs of rows without a step the steps of a process that says none."""
-        for process, rows in self._epochs.items():
-            self.rows[process] = self.rows[process] or rows
+    def resolve(self) -> None:
+        """Name the rows by their places or epochs where none says a step."""
+        for unit, unplaced in self._unplaced.items():
+            if unplaced and not any(self.rows.values()):
+                self.rows, self.unit = unplaced, unit
 
 
 def _step_around(values: dict[str, float]) -> int | None:
@@ -287,10 +289,12 @@ class Printed(Grammar):
         self.bars: dict[int, int] = {}
         """The counts of the progress bars by their totals, the last drawn one at the end."""
         self._pending: dict[str, float] = {}
+        self._unsaid: dict[str, list[int]] = defaultdict(list)
+        """The places of the rows that do not say their step."""
         self._bars: dict[str, list[dict[int, int]]] = defaultdict(list)
-        """The bars before the lines whose steps were counted."""
-        self._ended: set[str] = set()
-        """The processes whose last dict was that of a run's end."""
+        """The bars before these rows."""
+        self._ends: dict[str, set[int]] = defaultdict(set)
+        """The places of the rows that come after a run's end."""
         self._after: dict[str, list[dict[int, int]]] = defaultdict(list)
         """The bars that were drawn next."""
 
@@ -332,34 +336,47 @@ class Printed(Grammar):
                 if rows:
                     rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
                 if "train_runtime" in values:
-                    self._ended.add(process)
+                    self._ends[process].add(len(rows))
                 return bool(rows)
             if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
                 return True  # printed by a second handler
             if rows and _are_one_steps(values, rows[-1][1]):
                 rows[-1][1].update(values)
                 return True
-            self.is_counted = True
+            self._unsaid[process].append(len(rows))
             self._bars[process].append(dict(self.bars))
             self._after[process].append({})
-            step = 1 if process in self._ended else _next_step(rows, values.get("epoch"))
-            self._ended.discard(process)
+            step = rows[-1][0] if rows else 0
         return self.add(process, step, values)
 
-    def count_by_bars(self) -> None:
-        """The steps of lines that do not say them, by the bar before each: a Trainer's counts its steps."""
-        counted = set(self._bars)
-        for process, bars in self._bars.items():
+    def resolve(self) -> None:
+        """Give rows that do not say their step that of the bar before each, which counts a Trainer's steps; else, in
+        all processes, their place. They are left out where others say a step.
+        """
+        drawn: dict[str, list[int]] = {}
+        for process, places in self._unsaid.items():
             rows = self.rows[process]
-            after = self._after[process]
-            for total in reversed(self.bars) if len(bars) == len(rows) else ():
-                drawn = [known.get(total) for known in bars], [known.get(total) for known in after]
-                steps = _steps(*drawn, [values.get("epoch") for _, values in rows])
-                if steps and all(before != later for before, later in pairwise(steps)):
-                    self.rows[process] = [(step, values) for step, (_, values) in zip(steps, rows, strict=True)]
-                    counted.remove(process)
-                    break
-        self.is_counted = bool(counted)
+            if len(places) == len(rows):
+                drawn[process] = self._by_bars(process)
+            for place in places if len(places) < len(rows) else ():
+                rows[place] = (rows[place][0], {})  # others are known by their places
+        if not all(drawn.values()):
+            self.unit = "row"
+            drawn = {process: _numbers(self._epochs(process), self._ends[process]) for process in drawn}
+        for process, steps in drawn.items():
+            self.rows[process] = [(at, values) for at, (_, values) in zip(steps, self.rows[process], strict=True)]
+
+    def _by_bars(self, process: str) -> list[int]:
+        """Return the steps of a process's rows by the bar that counts them; empty where none does."""
+        bars, after, epochs = self._bars[process], self._after[process], self._epochs(process)
+        for total in reversed(self.bars):
+            steps = _steps([known.get(total) for known in bars], [known.get(total) for known in after], epochs)
+            if _are_a_trainers(steps, epochs):
+                return steps
+        return []
+
+    def _epochs(self, process: str) -> list[float | None]:
+        return [values.get("epoch") for _, values in self.rows[process]]
 
 
 def _steps(before: list[int | None], after: list[int | None], epochs: list[float | None]) -> list[int]:
@@ -381,6 +398,34 @@ def _steps(before: list[int | None], after: list[int | None], epochs: list[float
     apart = known[0] - drawn_after if drawn_after < known[0] else known[1] - known[0] if len(known) > 1 else 0
     first = [known[0] - apart * back for back in range(num_before, 0, -1)]
     return first + known if apart > 0 and first[0] > 0 else []
+
+
+def _are_a_trainers(steps: list[int], epochs: list[float | None]) -> bool:
+    """Return whether a bar's counts are the steps of lines: as far apart as a Trainer logs, in proportion to epochs."""
+    gaps = Counter(later - step for step, later in pairwise(steps))
+    if not steps or 0 in gaps:
+        return False
+    apart = gaps.most_common(1)[0][0] if gaps else steps[0]
+    if apart <= 0 or any(step % apart for step in steps[steps[0] == 1 : -1]):
+        return False
+    known = [(step, epoch) for step, epoch in zip(steps, epochs, strict=True) if epoch is not None]
+    if len(known) < 3 or known[0][0] == known[-1][0]:
+        return True
+    (first, begin), (last, end) = known[0], known[-1]
+    rate = (end - begin) / (last - first)
+    return all(abs(epoch - begin - rate * (step - first)) <= abs(rate) + 0.011 for step, epoch in known)  # of 0.01
+
+
+def _numbers(epochs: list[float | None], ends: set[int]) -> list[int]:
+    """Number rows from 1 on, anew behind a run's end and where the epochs begin again."""
+    made: list[int] = []
+    first = last = math.nan
+    for at, epoch in enumerate(epochs):
+        is_new = not made or at in ends or epoch is not None and epoch < last and epoch <= first
+        made.append(1 if is_new else made[-1] + 1)
+        last = last if epoch is None else epoch
+        first = last if is_new or math.isnan(first) else first
+    return made
 
 
 def _misfit(counts: list[int | None], epochs: list[float | None]) -> float:
@@ -409,15 +454,6 @@ def _are_one_steps(values: dict[str, float], others: dict[str, float]) -> bool:
         math.isclose(values[name], others[name], rel_tol=1e-3, abs_tol=1e-4) or values[name] != values[name]
         for name in shared
     )
-
-
-def _next_step(rows: list[Row], epoch: float | None) -> int:
-    """Return the step of a line that does not say it: one more than the last, or where a resumed run's epoch is
-    again.
-    """
-    if rows and epoch is not None and epoch < rows[-1][1].get("epoch", epoch):
-        return next((step for step, values in rows if values.get("epoch", -1.0) >= epoch), 1)
-    return rows[-1][0] + 1 if rows else 1
 
 
 class Headed(Grammar):
@@ -455,7 +491,7 @@ class Headed(Grammar):
 
     def _begin(self, step: int, word: str, line: str) -> None:
         epoch = _EPOCH.search(line) if word != "epoch" else None
-        self.step, self._word = step, word
+        self.step, self._word, self.unit = step, word, "epoch" if word == "epoch" else "step"
         self._below = set()
         self._more = {"epoch": float(epoch[1])} if epoch else {}
 
@@ -547,8 +583,6 @@ class Labelled(Grammar):
         """The epoch's length, by row, where rows give an epoch and a batch in place of a step; 0 where it is
         unknown.
         """
-        self.is_late = False
-        """Whether the first epoch of such lines may be any."""
         self._placed: set[str] = set()
         """The processes whose lines say a place in an epoch, as ``[2][50/391]``: others may say the run's step."""
         self._epoch: float | None = None
@@ -619,7 +653,6 @@ class Labelled(Grammar):
                 values.setdefault("epoch", self._epoch)
             text = next(filter(None, head.groups())).replace(",", "")
             scale = {"k": 1e3, "m": 1e6}.get(text[-1].lower(), 1.0)  # 31K means a thousand steps
-            self.is_late |= scale > 1
             step = round(float(text.rstrip("KMkm")) * scale)
             length = int(total[1]) if total and "epoch" in values else None
             if total and self._epoch is None:
@@ -658,7 +691,7 @@ class Labelled(Grammar):
         return is_more
 
     def count_through_epochs(self) -> str:
-        """Makes places in epochs of one length steps of the run, and says so in a sentence; empty where none are.
+        """Count the batches of epochs of one length through the run, and say so in a sentence; empty where none are.
 
         Of rows that say a place and others that say a step the fewer are left out.
         """
@@ -686,16 +719,18 @@ class Labelled(Grammar):
             epochs = [int(values["epoch"]) for _, values in rows]
             if len(rows) > 1 and all(step == length for step, _ in rows) and epochs == sorted(set(epochs)):
                 self.rows[process] = [(epoch, values) for epoch, (_, values) in zip(epochs, rows, strict=True)]
+                self.unit = "epoch"
                 continue  # a line at the end of each epoch
             base = min(epochs[0], 1)  # epochs are counted from 0 or from 1
-            self.is_late |= epochs[0] > 1
+            if process in self._placed or max(epochs) > base:
+                self.unit = "batch"
             if max(epochs) > base:
                 self.rows[process] = [
                     ((epoch - base) * length + place, values)
                     for epoch, (place, values) in zip(epochs, rows, strict=True)
                 ]
                 said = (
-                    f"The lines give epoch and batch: steps were counted, {length:,} for each epoch from epoch {base}."
+                    f"The lines give epoch and batch: batches were counted, {length:,} in each epoch from epoch {base}."
                 )
         return said
 

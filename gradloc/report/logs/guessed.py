@@ -99,7 +99,7 @@ class Guessed(Grammar):
             rows = _placed(columns, values) if has_count or len(lines) >= _FEWEST else []
             is_main = any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
             if not rows and len(lines) >= 2 * _FEWEST and (is_main or any(map(is_norm, most[0]))):
-                self.is_counted = True
+                self.unit = "row"
                 rows = list(enumerate(values, 1))
             if rows:
                 self.rows[process] = rows

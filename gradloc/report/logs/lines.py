@@ -173,8 +173,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             skipped.take(line, taken, process)
         is_sifting = not (config.is_open or exposed.is_open or headed.is_by_step or columns.names)
     exposed.close()
-    printed.count_by_bars()
-    json_lines.count_by_epochs()
+    printed.resolve()
+    json_lines.resolve()
     is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
     best = max(grammars, key=_amount)
     if 4 * _amount(best)[1] < guessed.num_kept and not best.num_norms or 2 * best.num_norms < num_seen > 8:
@@ -187,7 +187,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         )
     if best is headed and best.is_mixed:  # such headlines may be none
         guessed.resolve()
-        is_surer = guessed.rows and guessed.num_norms >= best.num_norms and not guessed.is_counted
+        is_surer = guessed.rows and guessed.num_norms >= best.num_norms and guessed.unit != "row"
         best = guessed if is_surer else best
     if best.is_mixed:
         raise ReportError(
@@ -218,10 +218,10 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         best.title = "fp16's overflow lines" if any(skip.is_overflow for skip in skips) else "lines of skipped steps"
         for step, count in skipped.counts:
             best.add("", step, {SKIPPED: float(count)})
-        best.is_counted = not skipped.counts and any(skip.step is None for skip in skips)
+        best.unit = "step" if skipped.counts or all(skip.step is not None for skip in skips) else "row"
         for count, skip in enumerate(skips if not skipped.counts else (), 1):
             values = {"loss scale": skip.scale} if skip.scale is not None else {"skipped": 1.0}
-            best.add("", count if best.is_counted else skip.step or count, values)
+            best.add("", count if best.unit == "row" else skip.step, values)
     notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
     is_cut = text is None and not source.ends_whole
     if best is taken and not isinstance(best, Json | Printed | Headed) and is_cut:
@@ -244,7 +244,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     made[0].notes, made[0].skips = notes, skips
     for recording in made:
         recording.saved = saved
-        recording.is_counted = best.is_counted or (best is labelled and labelled.is_late)
+        recording.unit = best.unit
         if num_seen:
             recording.receipt = f"{min(num_read, num_seen):,} of {num_seen:,} gradient norms read"
     return made
@@ -258,7 +258,7 @@ def _processes_apart(rows: dict[str, list[Row]]) -> set[str]:
 
 def _amount(grammar: Grammar) -> tuple[int, int, bool]:
     """Return how many norms and rows a grammar has read, and whether the rows say their step."""
-    return grammar.num_norms, sum(map(len, grammar.rows.values())), not grammar.is_counted
+    return grammar.num_norms, sum(map(len, grammar.rows.values())), grammar.unit != "row"
 
 
 _DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
@@ -378,7 +378,11 @@ class _Skipped:
         at = self._grammars.index(best)
         found = [(skip, places[at]) for skip, places in self._found]
         return [
-            replace(skip, step=best.step_at(place) if skip.step is None else skip.step, row=place and place[1])
+            replace(
+                skip,
+                step=best.step_at(place) if skip.step is None or best.unit == "row" else skip.step,
+                row=place and place[1],
+            )
             for skip, place in found
         ]
 
@@ -417,10 +421,8 @@ def _stripped(line: str) -> tuple[str, str]:
 
 def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int) -> list[str]:
     notes = list(source.notes)
-    if best.is_counted:
-        notes.append(
-            f"The lines of {source.name} do not give their step: it was counted, one for each line that was read."
-        )
+    if best.unit == "row":
+        notes.append(f"The lines of {source.name} do not give their step: row 1 is the first that was read.")
     for other in grammars:
         if other is not best and other.num_norms:
             notes.append(
@@ -492,20 +494,20 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
         raise ReportError(f"{path} is no file: --pattern reads lines of one.")
     source = Source(path)
     made = Recording(path.name, "lines by --pattern", notes=source.notes, folder=path.parent)
-    made.is_counted, num_lines = "step" not in known.groupindex, 0
+    made.unit, num_lines = "step" if "step" in known.groupindex else "row", 0
     for line in unwrapped(source.lines()):
         num_lines += 1
         texts = found.groupdict() if (found := known.search(line)) else {}
         spelled = {name: number((text or "").strip(" ,;|")) for name, text in texts.items()}
         values = {name: value for name, value in spelled.items() if value is not None}
         norm, step = values.pop("value", None), values.pop("step", None)
-        if norm is not None and (made.is_counted or step is not None):
+        if norm is not None and (made.unit == "row" or step is not None):
             made.rows.append((len(made.rows) + 1 if step is None else int(step), {"grad_norm": norm, **values}))
     if not made.rows:
         raise ReportError(f"{path.name}: --pattern '{pattern}' finds no number in its {num_lines:,} lines.")
     made.receipt = f"{len(made.rows):,} of {num_lines:,} lines read"
-    if made.is_counted:
-        made.notes.append("--pattern has no group `step`: each line that it finds was counted as one.")
+    if made.unit == "row":
+        made.notes.append("--pattern has no group `step`: row 1 is the first line that it finds.")
     return made
 
 

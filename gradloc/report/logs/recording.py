@@ -3,6 +3,7 @@
 
 import math
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -73,10 +74,8 @@ class Recording:
     """The source's folder; None for standard input."""
     receipt: str = ""
     """How much of the file was read."""
-    is_counted: bool = False
-    """Whether its lines do not say the trainer's step, so that steps were counted."""
-    counts_samples: bool = False
-    """Whether its steps are counts of samples, as those of DeepSpeed's monitor."""
+    unit: str = "step"
+    """What its steps count: ``step``; ``row`` where the log gives none; ``batch``, ``sample`` or ``epoch``."""
     skips: list[Skip] = field(default_factory=list)
     """Steps that the trainer says it skipped."""
     saved: dict[int, str] = field(default_factory=dict)
@@ -124,6 +123,8 @@ class Metrics:
     """verl's name -> the log's own, for metrics that go by both."""
     verdicts: list[str] = field(default_factory=list)
     """GradLoc's sentences about its events."""
+    unit: str = "step"
+    """What the steps count, see :class:`Recording`."""
 
     def __bool__(self) -> bool:
         return bool(self.steps)
@@ -157,6 +158,15 @@ class Metrics:
     def finite(self, name: str) -> list[float]:
         """Return the finite values of one metric, in order."""
         return [value for value in self.series.get(name, ()) if value is not None and math.isfinite(value)]
+
+    def place(self, step: int) -> str:
+        """Return in brackets what a log without steps says of the next row's place; empty where it says nothing."""
+        at = bisect_left(self.steps, step)
+        epoch = next((values[at : at + 1] for name, values in self.series.items() if name.lower() == "epoch"), [None])
+        if self.unit in ("step", "epoch") or [*epoch] in ([], [None]):
+            return ""
+        own = self.series.get("step") if self.unit == "row" else None
+        return f" ({f'step {own[at]:g} of ' if own and own[at] is not None else ''}epoch {epoch[0]:g})"
 
     @property
     def norm(self) -> str | None:

@@ -117,7 +117,7 @@ def surviving(tip: Segment) -> Metrics:
     history = _history(tip)
     if len(history) == 1:
         return tip.metrics
-    made = Metrics(tip.metrics.source, verdicts=tip.metrics.verdicts)
+    made = Metrics(tip.metrics.source, verdicts=tip.metrics.verdicts, unit=tip.metrics.unit)
     names = sorted({name for part, _ in history for name in part.metrics.series})
     series: dict[str, list[float | None]] = {name: [] for name in names}
     for part, until in history:
@@ -162,7 +162,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
     runs: list[LoggedRun] = []
     for recording in chain:
         _count_by_row(recording)
-        _count_through_epochs(recording)
+        _number_through_epochs(recording)
         if _are_mixed([step for step, _ in recording.rows]):
             recording.rows.sort(key=lambda row: row[0])
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
@@ -170,7 +170,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
         recording.rows.clear()
         for count, rows in enumerate(parts):
             segment = Segment(build(rows, recording.source))
-            segment.metrics.verdicts = recording.verdicts
+            segment.metrics.verdicts, segment.metrics.unit = recording.verdicts, recording.unit
             may_follow = bool(runs) and len(runs[-1].segments) < STARTS  # each is judged with what led to it
             segment.before = _before(runs[-1].segments[-1], segment) if may_follow else None
             if segment.before is not None:
@@ -181,12 +181,10 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
                     name += f", start {count + 1}"
                 elif runs and recording.process:
                     name += f", process {recording.process}"
-                run = LoggedRun(recording.source, recording.format, name=name, segments=[segment])
+                run = LoggedRun(recording.source, recording.format, name=name, segments=[segment], unit=recording.unit)
                 run.folder, run.receipt = recording.folder, recording.receipt
                 runs.append(run)
             runs[-1].config = runs[-1].config or recording.config
-            runs[-1].is_counted |= recording.is_counted
-            runs[-1].counts_samples |= recording.counts_samples
             runs[-1].skips += recording.skips if not count else []
             runs[-1].saved |= recording.saved
         runs[-1].notes += [*recording.notes, *notes]
@@ -194,13 +192,14 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
 
 
 def _count_by_row(recording: Recording) -> None:
-    """Takes the metric that counts each row, such as ``iter``, for the step where the step is that of many rows."""
+    """Take the metric that counts each row, such as ``iter``, for the step where the step is that of many rows."""
     rows = recording.rows
     num_again = sum(before[0] == after[0] for before, after in pairwise(rows))
     for name in _COUNTS if 2 * num_again > len(rows) > 2 else ():
         counts = [values.get(name, math.nan) for _, values in rows]
         if all(before < after and after.is_integer() for before, after in pairwise(counts)):
             recording.rows = [(int(count), values) for count, (_, values) in zip(counts, rows, strict=True)]
+            recording.unit = {"epoch": "epoch", "batch": "batch", "micro_step": "batch"}.get(name, "step")
             return
 
 
@@ -217,56 +216,55 @@ def _are_mixed(steps: Sequence[int]) -> bool:
     return len(back) > 3 and (is_once or are_near and num_often == len(counts) or are_two)
 
 
-def _count_through_epochs(recording: Recording) -> None:
-    """Counts steps on that begin anew in each epoch: where norms' rows go back, and nowhere else, the epoch rises, or
-    a run that was begun again is in an earlier one."""
+def _number_through_epochs(recording: Recording) -> None:
+    """Name rows by their places where the step begins anew in each epoch: where norms' rows go back the epoch rises, or
+    a run that was begun again is in an earlier one. The step is kept as a metric.
+    """
     rows = recording.rows
-    if all(before[0] < after[0] for before, after in pairwise(rows)):
+    if recording.unit != "step" or all(before[0] < after[0] for before, after in pairwise(rows)):
         return
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
-    made: list[Row] = []
-    known: list[tuple[int, float]] = []
-    offsets: dict[float, int] = {}
-    offset = 0
-    at_row: list[int] = []
+    pairs = {(step, values["epoch"]) for step, values in rows if values.get("epoch", 0.5).is_integer()}
+    are_of_epochs = len({step for step, _ in pairs}) < len(pairs)
+    last, its_epoch, num_in_epoch, count, num_next = -1, math.nan, 0, 0, 0
+    first_rows: dict[float, int] = {}
+    numbers: list[int] = []
+    place = None
     for step, values in rows:
-        at_row.append(offset)
+        epoch = _epoch_of(values, its_epoch)
         if not has_norms or any(map(is_norm, values)):
-            epoch = next((value for name, value in values.items() if name.lower().endswith("epoch")), math.nan)
-            last, its_epoch = known[-1] if known else (-1, math.nan)
-            if math.isnan(epoch) and its_epoch == its_epoch:
-                if step < last:
-                    continue  # a row that does not say which epoch it is of
-                epoch = its_epoch
-            if epoch != its_epoch and epoch in offsets:
-                offset, known = offsets[epoch], []
-            elif known and (step < last or step == last and epoch > its_epoch and epoch.is_integer()):
-                is_next = epoch > its_epoch and epoch.is_integer() and (step <= last / 2 or len(known) == 1)
-                if not is_next:
-                    pairs = {
-                        (step, values.get("epoch")) for step, values in rows if values.get("epoch", 0.5).is_integer()
-                    }
-                    if len({step for step, _ in pairs}) < len(pairs):
-                        recording.is_counted = True
-                        recording.notes.append(
-                            f"The steps in {recording.source} start again in each epoch, some out of order: they are "
-                            "steps of an epoch, not of the run."
-                        )
-                    return
-                apart = last - known[-2][0] if len(known) > 1 else 1
-                offset += last + (apart if step == 0 else 0)
-                known = []
-            offsets.setdefault(epoch, offset)
-            known.append((step, epoch))
-        at_row[-1] = offset
-        made.append((step + offset, values))
-    if any(offsets.values()):
-        recording.rows, recording.is_counted = made, True
-        recording.skips = [
-            replace(skip, step=skip.step + at_row[skip.row]) if skip.row is not None and skip.step is not None else skip
-            for skip in recording.skips
+            is_later = epoch > its_epoch and epoch.is_integer()
+            is_again = epoch < its_epoch and epoch in first_rows
+            is_begun = is_again or bool(num_in_epoch) and (step < last or step == last and is_later)
+            is_next = is_later and (step <= last / 2 or num_in_epoch == 1)
+            if is_begun and not (is_again or is_next or are_of_epochs):
+                return
+            num_next += is_begun and not is_again
+            num_in_epoch = 1 if is_begun else num_in_epoch + 1
+            if is_again and first_rows[epoch] == 1:
+                count = 0  # a run of its own
+            first_rows.setdefault(epoch, count + 1)
+            last, its_epoch = step, epoch
+        count += (step, epoch) != place
+        place = step, epoch
+        numbers.append(count)
+    if num_next:
+        recording.rows = [
+            (at, values | {"step": float(step)}) for at, (step, values) in zip(numbers, rows, strict=True)
         ]
-        recording.notes.append(f"The steps in {recording.source} start again in each epoch: they were added up.")
+        recording.unit = "row"
+        recording.skips = [
+            replace(skip, step=None if skip.row is None else numbers[skip.row]) for skip in recording.skips
+        ]
+        recording.notes.append(
+            f"The steps in {recording.source} start again in each epoch: row 1 is the first that was read."
+        )
+
+
+def _epoch_of(values: dict[str, float], otherwise: float) -> float:
+    """Return the epoch that a row says it is of, by the shortest such name."""
+    names = [name for name in values if name.lower().endswith("epoch") and not name.lower().endswith("in_epoch")]
+    return values[min(names, key=len)] if names else otherwise
 
 
 def _before(last: Segment, segment: Segment) -> Segment | None:
@@ -274,6 +272,8 @@ def _before(last: Segment, segment: Segment) -> Segment | None:
 
     Another file goes on from the last one only where it begins well after that one's beginning and goes further.
     """
+    if segment.metrics.unit != last.metrics.unit:
+        return None
     if segment.metrics.source != last.metrics.source:
         is_later = segment.first - last.first >= max((last.last - last.first) / 10, 2) and segment.last > last.last
         known, new = last.metrics.series.keys(), segment.metrics.series.keys()

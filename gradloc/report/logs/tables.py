@@ -92,10 +92,10 @@ def _without_cut_value(source: Source, lines: Iterator[str], delimiter: str) -> 
     *cells, last = held.split(delimiter)
     same = [row[len(cells)] for row in above if len(row) > len(cells) and number(row[len(cells)]) is not None]
     value = number(last)
-    is_finite = value is not None and math.isfinite(value)
-    if above and is_finite and not source.ends_whole and may_lack_digits(last, same):
+    is_cut = not last.strip() or value is not None and math.isfinite(value) and may_lack_digits(last, same)
+    if above and is_cut and not source.ends_whole:
         source.notes.append(f"The last line of {source.name} is cut off: its last number may lack digits, left out.")
-        held = delimiter.join([*cells, ""])
+        held = delimiter.join(cells)
     yield held
 
 
@@ -188,6 +188,8 @@ class _Table:
 
     form = ""
     """The file's format, where it is not a CSV."""
+    unit = "step"
+    """What the step's column counts."""
 
     def __init__(self, source: Source, names: list[str], rows: Iterator[list[str]], delimiter: str):
         self.source = source
@@ -196,17 +198,15 @@ class _Table:
         self.rows = chain(sample, rows)
         self.step_at = _step_column(self.names)
         if self.step_at is None and (at := _epochs(self.names, sample)) is not None:
-            self.step_at = at
-            source.notes.append(f"{source.name} has a row for each epoch: its steps are epochs.")
+            self.step_at, self.unit = at, "epoch"
         if self.step_at is None and not any(map(is_norm, self.names)):
             raise ReportError(
                 f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
                 f"there is {listed(self.names)}."
             )
         if self.step_at is None:
-            times = [name for name in self.names if _TIMES.search(name)]
-            by = f"by its column {times[0]!r}" if times else "in the order of its rows"
-            source.notes.append(f"{source.name} has no step column: the steps were counted, {by}.")
+            self.unit = "row"
+            source.notes.append(f"{source.name} has no step column: row 1 is the first below the head.")
         self.has_decimal_comma = delimiter not in ", " or self._has_decimal_comma(sample)
         self.long = self._long(sample)
         steps = [self._number(cells, self.step_at) for cells in sample]
@@ -283,7 +283,7 @@ class _Table:
         for cells in self.rows:
             step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)
             name = "/".join(filter(None, (_CONTEXT.sub(r"\1", self._text(cells, at)) for at in tags))) or alone
-            if value is None and name in known and not self._text(cells, value_at):
+            if value is None and name in known and value_at < len(cells) and not self._text(cells, value_at):
                 value = math.nan  # as pandas writes it: a row of a value has one
             if step is not None and value is not None:
                 known.add(name)
@@ -326,10 +326,10 @@ class _Table:
                 values = {name: value for name, value in known.items() if value is not None}
                 if values and any(self._text(cells, at) for at in places):
                     num_empty = 0
-                    made[run].rows.append((len(made[run].rows) + 1 if step is None else step, values))
+                    made[run].rows.append((num_rows if step is None else step, values))
         for recording in made.values():
             recording.receipt = f"{num_rows - num_bad:,} of {num_rows:,} rows read"
-            recording.is_counted = self.step_at is None
+            recording.unit = self.unit
             source.notes += _gaps(recording)
         if num_bad > num_rows / 2:
             raise ReportError(
@@ -422,8 +422,8 @@ def read_boxes(source: Source) -> list[Recording]:
     if not made.rows and HEADED_BY_STEP.search(source.text_head):
         return []  # headlines between the tables may say it
     if not made.rows:
-        made.rows = list(enumerate((values for _, values in found if any(map(is_norm, values))), 1))
-        made.notes.append(f"The tables of {source.name} do not say their step: it was counted.")
+        made.rows, made.unit = list(enumerate((values for _, values in found if any(map(is_norm, values))), 1)), "row"
+        made.notes.append(f"The tables of {source.name} do not say their step: row 1 is the first with a norm.")
     return [made]
 
 

@@ -56,7 +56,8 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
     if not run.events:
         said = ("kind", "headline", "sentences", "command", "ground", "limits")
         document["diagnoses"] = [
-            {"run": found.run.name, "judged": found.is_judged} | {name: getattr(found, name) for name in said}
+            {"run": found.run.name, "unit": found.run.unit, "judged": found.is_judged}
+            | {name: getattr(found, name) for name in said}
             for found in run.diagnoses
         ]
     return as_json(document)

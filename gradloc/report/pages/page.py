@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 
 from ...explain.numbers import number, percent
 from ...explain.story import culprits_in_words
-from ...explain.text import one_line, plural, printable, spoken, visible
+from ...explain.text import in_unit, one_line, plural, printable, spoken, visible
 from ..errors import ReportError
 from ..figures import drawings
 from ..figures.palette import DARK, LIGHT, variables
@@ -185,7 +185,7 @@ def _environment() -> Environment:
     )
     made.filters.update(
         (used.__name__, used)
-        for used in (number, percent, visible, one_line, plural, spoken, breakable, drawings.finite)
+        for used in (number, percent, visible, one_line, plural, spoken, in_unit, breakable, drawings.finite)
     )
     made.filters["svg"], made.filters["kind"] = Markup, lambda block: type(block).__name__
     made.globals.update(culprits_in_words=culprits_in_words, place_in_batch=place_in_batch, ranges=ranges)

@@ -60,7 +60,16 @@ def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = N
             panels.append({"title": title, "is_log": False, "lines": _line(metrics.known(name), name, "calm")})
     marks = _marks(events) if diagnosis is None else _spikes(diagnosis)
     noun = "event" if diagnosis is None else "spike"
-    return {"panels": panels, "marks": marks, "noun": noun, "bands": health.spans(SPANS)}
+    return _chart(panels, metrics.unit) | {"marks": marks, "noun": noun, "bands": health.spans(SPANS)}
+
+
+def axis_of(unit: str) -> str:
+    """Return the label of an axis of steps, by what they count."""
+    return "training step" if unit == "step" else unit
+
+
+def _chart(panels: list[Chart], unit: str) -> Chart:
+    return {"panels": panels, "marks": [], "noun": "event", "bands": [], "unit": unit, "axis": axis_of(unit)}
 
 
 def _spikes(diagnosis: Diagnosis) -> list[list[Any]]:
@@ -82,7 +91,7 @@ def _others(run: RunFolder) -> list[Chart]:
     for segment, lost in first.overwritten:
         norms = segment.metrics.known(segment.metrics.norm or MEAN)
         part = [(step, norm) for step, norm in norms if step >= lost[0]]
-        lines += _line(part, f"overwritten, from step {lost[0]}", "spike")
+        lines += _line(part, f"overwritten, from {first.unit} {lost[0]}", "spike")
     for other in others[:OTHERS]:
         metrics = other.metrics
         lines += _line(metrics.known(metrics.norm or MEAN), one_line(other.name, 40), "calm")
@@ -96,7 +105,7 @@ def comparison_chart(runs: Sequence[RunFolder], comparison: Comparison) -> Chart
         norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
         lines += _line(norms, one_line(name, 60, keep="end"), kind)
     panel = {"title": "gradient norm", "is_log": True, "lines": lines}
-    return {"panels": [panel], "marks": [], "noun": "event", "bands": []} if lines else None
+    return _chart([panel], comparison.unit) if lines else None
 
 
 def _line(points: Points, label: str, kind: str) -> list[Chart]:

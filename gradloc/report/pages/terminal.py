@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...explain.numbers import number
-from ...explain.text import one_line, plural, printable, spoken, times, visible
+from ...explain.text import in_unit, one_line, plural, plural_of, printable, spoken, times, visible
+from ..logs.recording import Metrics
 from ..output import say, silence
 from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow, Events
@@ -204,7 +205,7 @@ def diagnosis(folder: RunFolder) -> None:
     if first.command:
         out.print(f"    {visible(first.command)}", style="cyan", soft_wrap=True)
     out.print()
-    for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics.own_norm):
+    for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics):
         out.print(line)
     health = judge(first.run.parts)
     health.is_unrecovered = first.is_unrecovered
@@ -212,7 +213,7 @@ def diagnosis(folder: RunFolder) -> None:
         out.print(f"Health: {health.headline}")
         for verdict in health.firsts:
             reason = verdict.reasons[0]
-            out.print(f"  {reason.name}, step {verdict.step}: {reason.sentence}", style="dim")
+            out.print(f"  {reason.name}, {health.unit} {verdict.step}: {reason.sentence}", style="dim")
     out.print(visible(first.ground), style="dim")
     for note in first.limits:
         out.print(visible(note), style="yellow")
@@ -237,14 +238,14 @@ def diagnosis(folder: RunFolder) -> None:
 
 def _head(first: Diagnosis) -> str:
     run = first.run
-    parts = [f"steps {segment.first:,} to {segment.last:,}" for segment in run.segments]
-    spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "") + " (counted)" * run.is_counted
+    parts = [f"{plural_of(run.unit)} {segment.first:,} to {segment.last:,}" for segment in run.segments]
+    spans = ", then ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
     metrics, rows = len(run.parts[0].own_names), sum(len(part.steps) for part in run.parts)
     read = f"; {run.receipt}" if run.receipt else ""
     return f"{one_line(run.name)} ({run.format}): {spans}, {plural(metrics, 'metric')}, {plural(rows, 'row')}{read}"
 
 
-def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") -> list[Text]:
+def curve(segments: Sequence[Sequence[Judged]], width: int, metrics: Metrics) -> list[Text]:
     """Plot each column's largest norm and lowest threshold on a log scale, with round steps below.
 
     Segments share the axis of steps; steps that a later one logged again are drawn as overwritten.
@@ -279,13 +280,14 @@ def curve(segments: Sequence[Sequence[Judged]], width: int, name: str = "norm") 
     for level, line in enumerate(reversed(lines)):
         if level in (0, HEIGHT // 2, HEIGHT - 1):
             line.append(f" {number(math.exp(low + (high - low) * level / (HEIGHT - 1)), 3)}", style="dim")
-    legend = f"steps {judged[0].step:,} to {judged[-1].step:,}: • {name}, last {number(judged[-1].norm, 3)}"
+    legend = f"{plural_of(metrics.unit)} {judged[0].step:,} to {judged[-1].step:,}: "
+    legend += f"• {metrics.own_norm}, last {number(judged[-1].norm, 3)}"
     legend += "; ◆ flagged" * any(step.stands_out for step in judged)
     legend += ", - threshold" * any(step.threshold for step in judged)
     if has_overwritten:
         legend += ", ◇ ∘ overwritten"
     if size > 1:
-        legend += f"; {size} steps a column"
+        legend += in_unit(f"; {size} steps a column", metrics.unit)
     return [*lines, Text(_ticks(columns), style="dim"), Text(legend, style="dim")]
 
 

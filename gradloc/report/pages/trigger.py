@@ -9,41 +9,46 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ...explain.numbers import number
+from ...explain.text import in_unit
 from ..figures.palette import LIGHT
 from ..figures.style import draw, dress, to_svg
 from ..runs.spikes import Judged
 from .page import fill
+from .script_data import axis_of
 
 TITLE = "What the trigger would have flagged"
 Runs = Mapping[str, Sequence[Judged]]
 """Steps of each run, by the title of its panel."""
 
 
-def svg(runs: Runs) -> str:
-    """Draw a self-contained picture."""
-    return draw(_figure(runs), facecolor=LIGHT.card)
+def svg(runs: Runs, unit: str = "step") -> str:
+    """Draw a self-contained picture; ``unit`` is what the steps count."""
+    return draw(_figure(runs, unit), facecolor=LIGHT.card)
 
 
-def html(runs: Runs) -> str:
-    """Render a page with the picture and the flagged steps."""
+def html(runs: Runs, unit: str = "step") -> str:
+    """Render a page with the picture and the flagged steps; ``unit`` is what they count."""
     spikes = [(name, judged) for name, steps in runs.items() for judged in steps if judged.spike]
-    return fill("trigger.html", figure=to_svg(_figure(runs), "trigger", TITLE), spikes=spikes)
+    return fill("trigger.html", figure=to_svg(_figure(runs, unit), "trigger", TITLE), spikes=spikes, unit=unit)
 
 
-def _figure(runs: Runs) -> Figure:
+def _figure(runs: Runs, unit: str) -> Figure:
     """Draw a panel per run: norm, threshold, flagged steps."""
     figure = Figure(figsize=(10, 1 + 2.3 * len(runs)), layout="constrained")
     panels = [figure.add_subplot(len(runs), 1, place) for place in range(1, len(runs) + 1)]
     for axes, (name, judged) in zip(panels, runs.items(), strict=True):
-        _draw_run(axes, name, judged)
-    panels[-1].set_xlabel("training step")
+        _draw_run(axes, judged)
+        axes.set_title(
+            in_unit(f"{name}: {sum(j.spike for j in judged)} of {len(judged)} steps flagged", unit), loc="left"
+        )
+    panels[-1].set_xlabel(axis_of(unit))
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower right", ncols=3, frameon=False, fontsize=9, labelcolor=LIGHT.ink)
     dress(figure, TITLE)
     return figure
 
 
-def _draw_run(axes: Axes, name: str, judged: Sequence[Judged]) -> None:
+def _draw_run(axes: Axes, judged: Sequence[Judged]) -> None:
     norms = [(j.step, j.norm) for j in judged if 0 < j.norm < math.inf]
     axes.plot(*zip(*norms, strict=True), color=LIGHT.calm, linewidth=1.1, label="gradient norm")
     limits = [(j.step, j.threshold) for j in judged if j.threshold is not None and math.isfinite(j.threshold)]
@@ -60,4 +65,3 @@ def _draw_run(axes: Axes, name: str, judged: Sequence[Judged]) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, 2)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(f"{name}: {len(spikes)} of {len(judged)} steps flagged", loc="left")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ...explain.numbers import number
-from ...explain.text import one_line, plural, spoken
+from ...explain.text import in_unit, one_line, plural, plural_of, spoken
 from ..logs.names import is_norm
 from ..logs.recording import MAX, MEAN, Metrics
 from .diagnosis import diagnose
@@ -43,6 +43,8 @@ class Comparison:
     """Label, first run, second run."""
     steps: list[list[str]]
     """For every step with a spike in either run: the step, and what each run has there."""
+    unit: str = "step"
+    """What the steps count, as :class:`~..logs.recording.Recording` says."""
     parted: str = ""
     """Sentences about the step at which the two diverge, or about their difference where they never were together."""
     settings: list[list[str]] = field(default_factory=list)
@@ -62,13 +64,17 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
     no_values = {"–"} if first.events or second.events else {"0", "–"}
     rows = [row for row in rows if not {*row[1:]} <= no_values]
+    unit, other = first.metrics.unit, second.metrics.unit
+    if unit != other:
+        apart = f"The first log gives {plural_of(unit)} and the second {plural_of(other)}, so these are not compared."
+        return Comparison(names, rows, [], "step", apart, _settings(first, second))
     spikes = [_spikes(run) for run in (first, second)]
     steps = []
     for step in sorted({*spikes[0], *spikes[1]}):
         cells = [found.get(step) or _no_spike(run, step) for found, run in zip(spikes, (first, second), strict=True)]
         steps.append([str(step), *cells])
     parted = f"{_parted(first.metrics, second.metrics, names)}{_cut(first.metrics, second.metrics)}"
-    return Comparison(names, rows, steps, parted, _settings(first, second))
+    return Comparison(names, rows, steps, unit, in_unit(parted, unit), _settings(first, second))
 
 
 def _cut(first: Metrics, second: Metrics) -> str:
@@ -200,7 +206,7 @@ def _column(run: RunFolder) -> dict[str, str]:
     norms = run.metrics.known(MAX) or run.metrics.known(MEAN)
     step, top = max(norms, key=lambda point: point[1], default=(0, 0.0))
     every = [norm for part in run.runs[0].parts for norm in part.norms] if run.runs else []
-    largest = f"{number(top)} at step {step}" if norms else "–"
+    largest = f"{number(top)} at {run.metrics.unit} {step}" if norms else "–"
     if norms and max(every, default=0.0) > top:
         largest += f" ({number(max(every))} in what a resume has overwritten)"
     rows = run.events.rows

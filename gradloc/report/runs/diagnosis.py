@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ...explain.advice import is_trl, sampling_cut
 from ...explain.aftermath import Aftermath
 from ...explain.numbers import number
-from ...explain.text import capitalized, listed, plural
+from ...explain.text import capitalized, in_unit, listed, plural
 from ...health import HealthConfig
 from ..logs.formats import LOGLIKE
 from ..logs.names import is_norm
@@ -140,6 +140,14 @@ def diagnose(run: LoggedRun, settings: Mapping[str, float] | None = None) -> Dia
         run: the run, as its log was read.
         settings: the settings of the trigger's rule; None: the defaults.
     """
+    made = _diagnose(run, settings)
+    made.headline = in_unit(made.headline, run.unit)
+    made.sentences = [in_unit(sentence, run.unit) for sentence in made.sentences]
+    made.limits = [in_unit(sentence, run.unit) for sentence in made.limits]
+    return made
+
+
+def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis:
     signs = findings(run)
     if all(part.norm is None for part in run.parts):
         return _without_norms(run, signs)
@@ -279,12 +287,12 @@ def _unseen(run: LoggedRun) -> list[str]:
     steps = [step for step, _ in judged[-1000:]] or run.metrics.steps[-1000:]
     gaps = Counter(after - before for before, after in pairwise(steps))
     apart = gaps.most_common(1)[0][0] if gaps else 1
-    if run.counts_samples:
-        return [f"The steps are counts of samples, {apart:,} from row to row."]
-    if apart < 2 or len(gaps) > 1 and 2 * len(gaps) >= len(steps) - 1 < 3:
+    if run.unit == "sample":
+        return [f"The log counts samples in place of steps, {apart:,} from row to row."]
+    if apart < 2 or run.unit == "row" or len(gaps) > 1 and 2 * len(gaps) >= len(steps) - 1 < 3:
         return []
     about = "one" if len(gaps) == 1 or 10 * gaps[apart] > 9 * len(steps) else "about one"
-    return [f"Only {about} step in {apart} is logged: a spike in the others would not be seen."]
+    return [f"Only {about} {run.unit} in {apart} is logged: a spike in the others would not be seen."]
 
 
 def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
@@ -596,12 +604,14 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
         ), ""
     where = str(earlier[-1]) if earlier else ""
     verb = f"{condition}resume" if condition else "Resume"
-    sentence = f"{verb} from your last checkpoint before step {before}{' as counted here' if run.is_counted else ''}"
+    sentence = f"{verb} from your last checkpoint before step {before}{run.metrics.place(before)}"
     seen = min((step for segment in run.segments for step in segment.metrics.steps if step >= before), default=before)
     if seen > before:
         sentence += f" (steps {before} to {seen - 1} are not logged)"
     saved = max((step for step in run.saved if step < before), default=None)
-    if not where and saved is not None and not run.is_counted:
+    if run.unit not in ("step", "epoch"):
+        sentence += f"; the log gives no steps: find it by its {'epoch' if run.metrics.place(before) else 'time'}"
+    elif not where and saved is not None:
         where = run.saved[saved]
         sentence += f" (the log says that step {saved:,} was saved)"
     if is_trl(run.trainer):
@@ -617,7 +627,7 @@ def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
 
     Empty ones and those newer than the log are left out; so are all where the log does not give its steps.
     """
-    if run.folder is None or run.is_counted:
+    if run.folder is None or run.unit != "step":
         return
     logs = [run.folder / Path(segment.metrics.source).name for segment in run.segments]
     ends = [log.stat().st_mtime for log in logs if log.is_file()]

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from ...explain.text import plural
+from ...explain.text import in_unit, plural
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
 from ...health.judge import worst_first
 from ...health.rules import READ
@@ -51,6 +51,8 @@ class RunHealth:
     metrics: tuple[str, ...] = ()
     """Metrics that the rules read, by the log's names."""
     warmup: int = 0
+    unit: str = "step"
+    """What the steps count, as :class:`~..logs.recording.Recording` says."""
     is_unrecovered: bool = False
     """Whether the run ends as it is not to be; the rules learn a new level, and then call its last step healthy."""
     notes: list[str] = field(default_factory=list)
@@ -80,6 +82,10 @@ class RunHealth:
     @property
     def headline(self) -> str:
         """Return the run's state in a sentence or two."""
+        return in_unit(self._headline, self.unit)
+
+    @property
+    def _headline(self) -> str:
         last = self.verdicts[-1]
         steps = plural(len(self.verdicts), "step")
         if self.is_too_short:
@@ -136,7 +142,7 @@ class RunHealth:
         for _, group in groupby(worsts, lambda part: (part[2].state, [reason.name for reason in part[2].reasons])):
             (first, last, worst), *others = group
             last = others[-1][1] if others else last
-            when = f"Step {first}" if first == last else f"Steps {first}-{last}"
+            when = in_unit(f"Step {first}" if first == last else f"Steps {first}-{last}", self.unit)
             why = " ".join(f"{reason.name}: {reason.sentence}" for reason in worst.reasons)
             spans.append(Stretch(first, last, worst.state, f"{when}: {worst.state}. {why}" if why else ""))
         return spans
@@ -166,7 +172,7 @@ def judge(
     if grad_clip is None and all("actor/grad_norm" not in part.called for part in parts):
         grad_clip = CLIP
     rules = Judge(config, grad_clip or None)
-    health = RunHealth()
+    health = RunHealth(unit=parts[0].unit if parts else "step")
     differences: list[str] = []
     for part in parts:
         read = [name for name in READ if name in part.series]
@@ -189,6 +195,7 @@ def judge(
             f"silent for the first {config.warmup}. To hear them sooner: gradloc health RUN_DIR --set warmup=3"
         )
     health.notes += differences
+    health.notes = [in_unit(note, health.unit) for note in health.notes]
     return health
 
 

@@ -136,7 +136,7 @@ def begins(run: LoggedRun) -> str:
     apart = interval(metrics)
     if len(metrics.steps) == 1 and metrics.finite("epoch")[:1] in ([0.0], [1.0]):
         return ""
-    if not run.is_counted:
+    if run.unit != "row":
         return "late" if metrics.steps[0] > 2 * apart else "start"
     epochs = metrics.finite("epoch")
     if len(epochs) < 2:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_c
         os.utime(log.parent / f"checkpoint-{step}", (0, 0))
     (run,) = runs_in(log, (bar.format(10 * at) + line for at, line in enumerate(dicts, 1)))
     said = diagnose(run)
-    assert said.worst.peak.step == (400 if has_bar else 40) and run.is_counted != has_bar
+    assert said.worst.peak.step == (400 if has_bar else 40) and run.unit == ("step" if has_bar else "row")
     assert ("checkpoint-300" in said.command) == has_bar and "checkpoint-100" not in said.command
 
 
@@ -58,7 +59,23 @@ def test_a_trainer_s_bar_says_the_step_of_its_lines_and_a_counted_one_names_no_c
 def test_steps_are_counted_as_long_as_one_process_s_bar_does_not_say_them(log, num_lines):
     line = "\n".join(["(A pid=1) {{'grad_norm': {n}}}", *["(B pid=2) {{'grad_norm': {n}}}"] * num_lines])
     bars = (f" 40%|####      | {10 * s}/600 [00:40<01:00, 10.0it/s]\n{line.format(n=n)}" for s, n in norms())
-    assert {run.is_counted for run in runs_in(log, bars)} == {num_lines == 2}
+    assert {run.unit for run in runs_in(log, bars)} == {"row" if num_lines == 2 else "step"}
+
+
+def test_where_a_log_gives_no_step_each_view_names_the_row(log, shown):
+    log.write_text("".join(f"{{'loss': {2 + s // AT}, 'grad_norm': {n}, 'epoch': {s / 60:.2f}}}\n" for s, n in norms()))
+    views = [(), ("--format", "md"), ("--json",)]
+    said = [shown(log, *view) for view in views] + [shown(command, log) for command in ("health", "trigger")]
+    assert all("row 40" in each.lower() for each in said[:4]) and "rows 1 to 60" in said[4]
+    assert not re.search(r"\bsteps? \d", "".join(said), re.IGNORECASE)
+    assert "before row 40 (epoch 0.67); the log gives no steps: find it by its epoch" in said[0]
+    units = [json.loads(said[2])["diagnoses"][0], *(json.loads(shown(c, log, "--json")) for c in ("health", "trigger"))]
+    assert {each["unit"] for each in units} == {"row"}
+    page = log.parent / "page.html"
+    shown(log, "-o", page)
+    assert '"unit":"row","axis":"row"' in page.read_text()
+    (log.parent / "b.log").write_text("\n".join(plain(LOSS)))
+    assert "not compared" in shown("compare", log, log.parent / "b.log")
 
 
 def test_a_loop_of_one_s_own_is_neither_verl_nor_a_trainer(log):

@@ -82,7 +82,7 @@ def test_of_a_damaged_log_no_step_and_no_norm_is_told_that_is_not_so(tmp_path, c
         said = "".join(capsys.readouterr())
         if code:
             continue
-        for step, norm in re.findall(r"Step (\S+): gradient norm ([\d.,]+\d)", said):
+        for step, norm in re.findall(r"(?:Step|Row) (\S+): gradient norm ([\d.,]+\d)", said):
             told = float(norm.replace(",", ""))
             num_told += 1
             is_so = any(

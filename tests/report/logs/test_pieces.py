@@ -35,7 +35,7 @@ def is_right(path, right):
         "rows": len(steps),
         "segments": len(run.segments),
         "spans": [[segment.first, segment.last] for segment in run.segments],
-        "counted": run.is_counted,
+        "unit": run.unit,
         "peak": worst and [worst.peak.step, "nan" if math.isnan(worst.peak.norm) else worst.peak.norm],
         "first": worst and worst.first,
         "largest": max(run.metrics.norms, default=None),
