@@ -150,8 +150,8 @@ def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, capsys):
     [
         (
             "ms-swift-nan.log",
-            "all-zeros.log",
-            "step 2: actor/grad_norm is NaN in ms-swift-nan.log and 0 in all-zeros.log.",
+            "hf-trainer.log",
+            "step 2: actor/grad_norm is NaN in ms-swift-nan.log and 2.3",
         ),
         (
             "hf-trainer.log",

@@ -66,7 +66,7 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     rows = [row for row in rows if not {*row[1:]} <= no_values]
     unit, other = first.metrics.unit, second.metrics.unit
     if unit != other:
-        apart = f"The first log gives {plural_of(unit)} and the second {plural_of(other)}, so these are not compared."
+        apart = f"{names[0]} gives {plural_of(unit)} and {names[1]} {plural_of(other)}, so these are not compared."
         return Comparison(names, rows, [], "step", apart, _settings(first, second))
     spikes = [_spikes(run) for run in (first, second)]
     steps = []
