@@ -246,7 +246,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
         recording.saved = saved
         recording.unit = best.unit
         if num_seen:
-            recording.receipt = f"{min(num_read, num_seen):,} of {num_seen:,} gradient norms read"
+            count = max(min(num_read, num_seen), best.num_norms)
+            recording.receipt = f"{count:,} of {max(count, num_seen):,} gradient norms read"
     return made
 
 

@@ -149,7 +149,8 @@ class Metrics:
     def first(self, names: Iterable[str]) -> str:
         """Return the first of these metrics that is not logged as seldom as a summary; empty where none is logged."""
         counts = {name: len(self.logged(name)) for name in names if self.has(name)}
-        return next((name for name, count in counts.items() if 4 * count >= max(counts.values())), "")
+        most = max(counts.values(), default=0)
+        return next((name for name, count in counts.items() if 4 * count >= most and (count > 1 or most < 3)), "")
 
     def own(self, name: str) -> str:
         """Return the log's own name of a metric."""

@@ -157,3 +157,16 @@ def test_health_names_the_first_step_that_was_not_healthy_and_the_rule_that_foun
     assert "the first at step 47 (warning); first danger at step 54" in said
     first, worst = (said.index(f"{rule}, step {step}:") for rule, step in (("non_finite", 47), ("entropy_rise", 54)))
     assert first < worst
+
+
+def test_the_norms_of_all_rows_are_counted_as_read(shown):
+    assert "2 rows; 2 of 2 gradient norms read" in shown(DATA / "pieces" / "fairseq1895.log")
+
+
+@pytest.mark.parametrize("num_rows", [3, 4, 30])
+def test_a_trainer_s_closing_summary_is_not_what_a_run_is_judged_from(tmp_path, shown, num_rows):
+    rows = [{"loss": 2 - step / 50, "grad_norm": 0.5, "epoch": step / num_rows} for step in range(num_rows)]
+    rows.append({"train_runtime": 30.1, "train_loss": 1.7, "epoch": 1.0})
+    (tmp_path / "a.log").write_text("".join(f"{row}\n" for row in rows))
+    code = 0 if num_rows > 8 else 2  # too short to judge
+    assert f"Judged from {num_rows} rows of grad_norm, loss." in shown(tmp_path / "a.log", code=code)
