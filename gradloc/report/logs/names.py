@@ -12,7 +12,8 @@ from .recording import MAX, MEAN
 
 STEPS = tuple(
     "global_step global_steps training/global_step train/global_step trainer/global_step global_iter global_iteration "
-    "step train/step current_steps global_step/max_steps train_step training_step iteration iter num_updates update "
+    "step train/step current_steps global_step/max_steps train_step training_step opt_step optimizer_step iteration iter "
+    "it num_updates update "
     "n_updates total_train_updates training_iteration counters/updates env_step total_steps total_timesteps "
     "_step".split()
 )
@@ -75,7 +76,8 @@ _NEARLY_NORM = re.compile("norm|grad|gn|grdn")  # what each name of a norm holds
 _BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad|gn")
 """Whole names of norms that do not say "gradient"."""
 _SETTING = re.compile(
-    r"max_?grad_?norm|clip_?grad_?norm|threshold|limit|finite|norm_?clip$|norm_?(?:std|var)$", re.IGNORECASE
+    r"max_?grad_?norm|(?<!pre)(?<!pre[_-])clip_?grad_?norm|threshold|limit|finite|norm_?clip$|norm_?(?:std|var)$",
+    re.IGNORECASE,
 )
 _PART = re.compile(
     r"after_?clip|post_?clip|(?<!un)clipped|critic|value|ref|disc|layer|encoder|decoder|embed|head|\.(?:weight|bias)"
@@ -149,8 +151,8 @@ def step_of(values: Mapping[str, float | None]) -> int | None:
 def step_name(names: Collection[str]) -> str | None:
     """Return the name of the step among names, the surest; None where none is one.
 
-    >>> step_name(["loss", "train step", "_step"]), step_name(["Iteration"]), step_name(["batch"])
-    ('train step', 'Iteration', None)
+    >>> step_name(["loss", "train step", "_step"]), step_name(["Iteration"]), step_name(["it", "lr"]), step_name(["batch"])
+    ('train step', 'Iteration', 'it', None)
     """
     found = next((name for name in STEPS if name in names), None)
     if found in (None, STEPS[-1]):

@@ -49,6 +49,7 @@ NAMES = (
     *(("loss", "grad_norm"), ("Loss", "Grad Norm"), ("train/loss", "train/grad_norm"), ("LOSS", "GRAD_NORM")),
     *(("loss", "|g|"), ("loss", "grad"), ("lm loss", "grad norm"), ("loss", "norm"), ("ce", "total_norm")),
     *(("avg loss", "‖∇‖"), ("loss", "GN"), ("nll", "grad_l2"), ("loss", "||grad||"), ("train_loss", "gnorm")),
+    ("xent", "pre_clip_grad_norm"),
 )
 NUMBERS = ("{:.4f}", "{:.3e}", "{:.4g}", "{:.3E}", "{!r}")
 LAST = (("time", "12.3ms"), ("mem", "7.2GB"), ("tps", "1,234"), ("mfu", "41.2%"), ("eta", "0:12:33"), ("acc", "0.51"))
