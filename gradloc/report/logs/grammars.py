@@ -109,6 +109,8 @@ class Grammar:
     """One way to print a step; ``take`` says whether a line was of it."""
 
     title = ""
+    has_places = True
+    """Whether ``last`` says after which row a line comes."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = defaultdict(list)

@@ -33,6 +33,7 @@ class Guessed(Grammar):
     """Lines with a norm or a training loss that no other grammar takes."""
 
     title = "lines of names and numbers"
+    has_places = False
 
     def __init__(self) -> None:
         super().__init__()

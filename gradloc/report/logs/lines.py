@@ -11,7 +11,7 @@ import html
 import math
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice, pairwise
@@ -160,7 +160,8 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             line = _COMMA.sub(".", line)
         num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
         line, process = _stripped(line)
-        is_verdict = "ad grad" in line and _skip_in(line) is not None  # Bad grad_norm detected (grad_norm=nan)
+        verdict = _skip_in(line) if "orm" in line and any(word in line for word in _OF_SKIPS) else None
+        is_verdict = verdict is not None and (verdict.is_lost or "ad grad" in line)  # Bad grad_norm (grad_norm=nan)
         taken = None if is_verdict else next((grammar for grammar in grammars if grammar.take(line, process)), None)
         if taken is console and "step:" in line:
             console.heads[last.partition("step:")[0]] = process
@@ -205,6 +206,10 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             "lines is not known. Say where the norm is: --pattern 'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
         )
     skips = skipped.found_in(best)
+    counts = dict(skipped.counts) if best.unit == "step" else {}
+    for step, values in chain.from_iterable(best.rows.values()):
+        if step in counts:
+            values[SKIPPED] = float(counts[step])
     if not any(best.rows.values()):
         if all(skip.is_nan_loss for skip in skips):
             if names := guessed.names + exposed.unplaced:
@@ -216,9 +221,10 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
                 )
             return []
         best.title = "fp16's overflow lines" if any(skip.is_overflow for skip in skips) else "lines of skipped steps"
+        best.unit = "step" if skipped.counts or all(skip.step is not None for skip in skips) else "row"
+        skips = [replace(skip, step=skip.step if best.unit == "step" else None, row=None) for skip in skips]
         for step, count in skipped.counts:
             best.add("", step, {SKIPPED: float(count)})
-        best.unit = "step" if skipped.counts or all(skip.step is not None for skip in skips) else "row"
         for count, skip in enumerate(skips if not skipped.counts else (), 1):
             values = {"loss scale": skip.scale} if skip.scale is not None else {"skipped": 1.0}
             best.add("", count if best.unit == "row" else skip.step, values)
@@ -333,14 +339,15 @@ class _Skipped:
     def __init__(self, grammars: list[Grammar]) -> None:
         self.step: int | None = None
         """The last message on a line without values."""
-        self._is_scalers = False
-        """Whether the last line was the scaler's own, which DeepSpeed prints next to another."""
+        self._last: dict[bool, Skip] = {}
+        """The last message of the scaler itself, which DeepSpeed prints next to another, and the last other one."""
         self._said: int | None = None
         """The iteration that DeepSpeed says has overflowed."""
         self.counts: list[tuple[int, int]] = []
         """Steps, and how many of them were skipped, as DeepSpeed counts them."""
         self._grammars = grammars
-        self._found: list[tuple[Skip, list[tuple[str, int] | None]]] = []
+        self._found: list[tuple[Skip, list[tuple[str, int] | None], bool]] = []
+        """Skips, with the rows before them by each grammar, and whether the scaler itself says it."""
         self._grows = False
         """Whether a scale was seen to rise to a new one: then it may fall to one that it has been at."""
         self._seen: dict[tuple, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -355,37 +362,44 @@ class _Skipped:
             self.counts.append((int(counts[1]), int(counts[2])))
         if skip is None or skip.is_nan_loss and taken or len(self._found) > _MOST_SKIPS or line.startswith("# "):
             return
-        last = self._found[-1][0] if self._found else None
+        is_scalers = "educing dynamic" in line
+        last = self._last.get(is_scalers)
         step = self._said or (self.step if taken or skip.step is None else skip.step)
         is_same = last and (last.before, last.scale) == (skip.before, skip.scale) and self._said in (None, last.step)
-        was_scalers, self._is_scalers = self._is_scalers, "educing dynamic" in line
-        if is_same and skip.before and (skip.scale < skip.before or was_scalers != self._is_scalers):
-            return  # the same one, in other words or of another rank: a scale falls but once from where it is
+        if is_same and skip.before and skip.scale < skip.before:
+            return  # the same one, of another rank: a scale falls but once from where it is
         skip = replace(skip, step=step, is_after=taken is None and self.step is None and not self._said)
         places = [grammar.last for grammar in self._grammars]
         # of one overflow, each rank has its line: the bar may have gone on between them
         has_scale = skip.scale is not None
-        times = self._seen[(replace(skip, step=None) if has_scale and process and not self._said else skip, *places)]
+        alike = replace(skip, step=None) if has_scale and process and not self._said else skip
+        times = self._seen[(is_scalers, alike, *places)]
         times[process] += 1
         is_new = times[process] > max((count for other, count in times.items() if other != process), default=0)
         if last and has_scale and last.scale is not None and skip.scale > last.scale:
-            self._grows |= all(skip.scale != known.scale for known, _ in self._found)
+            self._grows |= all(skip.scale != known.scale for known, *_ in self._found)
         is_again = times[process] > 1 and (has_scale or skip.is_end)  # without growth, a scale falls each time
         if is_new and (not is_again or self._grows and last is not None and skip.scale != last.scale):
-            self._found.append((skip, places))
+            self._found.append((skip, places, is_scalers))
+            self._last[is_scalers] = skip
 
     def found_in(self, best: Grammar) -> list[Skip]:
-        """Return the skipped steps, each with the step of the log's own rows that it came after."""
+        """Return the skipped steps, each with the step of the log's own rows that it came after, or came with."""
         at = self._grammars.index(best)
-        found = [(skip, places[at]) for skip, places in self._found]
-        return [
-            replace(
-                skip,
-                step=best.step_at(place) if skip.step is None or best.unit == "row" else skip.step,
-                row=place and place[1],
-            )
-            for skip, place in found
-        ]
+        said = Counter((skip.before, skip.scale, is_scalers) for skip, _, is_scalers in self._found if skip.scale)
+        skips = []
+        for skip, places, is_scalers in self._found:
+            own, others = (said[skip.before, skip.scale, is_its] for is_its in (is_scalers, not is_scalers))
+            if others and own < others + is_scalers:
+                continue  # the scaler's message next to another one, or the other next to more of the scaler's
+            place = places[at]
+            row = place[1] if place else -1 if best.has_places else None
+            is_own = skip.step is not None and best.unit != "row"
+            skips.append(replace(skip, step=skip.step if is_own else best.step_at(place), row=row))
+        (rows,) = best.rows.values() if len(best.rows) == 1 else [[]]
+        if len(skips) > 1 and [skip.row for skip in skips] == [*range(-1, len(rows) - 1)]:  # one before each row
+            skips = [replace(skip, step=step, is_after=False) for skip, (step, _) in zip(skips, rows, strict=True)]
+        return skips
 
 
 @functools.lru_cache(maxsize=64)

@@ -48,7 +48,7 @@ class Skip:
     is_nan_loss: bool = False
     """Whether the line says that the loss was NaN, and not that the step was skipped."""
     row: int | None = None
-    """The place of the row that it came after, where one did."""
+    """The place of the row that it came after; -1 before the first; None where that is not known."""
 
 
 @dataclass

@@ -254,7 +254,8 @@ def _number_through_epochs(recording: Recording) -> None:
         ]
         recording.unit = "row"
         recording.skips = [
-            replace(skip, step=None if skip.row is None else numbers[skip.row]) for skip in recording.skips
+            replace(skip, step=numbers[skip.row] if skip.row in range(len(numbers)) else None)
+            for skip in recording.skips
         ]
         recording.notes.append(
             f"The steps in {recording.source} start again in each epoch: row 1 is the first that was read."
@@ -322,7 +323,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
                     parts[-1].rows[step] = values | parts[-1].rows.get(step, {})
                 continue
             parts.append(_Stretch())
-        elif step in parts[-1].rows and parts[-1].rows[step].items() >= values.items():
+        elif step in parts[-1].rows and values and parts[-1].rows[step].items() >= values.items():
             num_same += 1
         parts[-1].put(step, values)
     notes = []

@@ -244,7 +244,7 @@ def _skipped(run: LoggedRun) -> Sign | None:
     known = [skip for skip in skips if skip.step is not None and not skip.is_end]
     first, last = (known[0].step, known[-1].step) if known else (None, None)
     where = f", {'after' if known[0].is_after else 'at'} {numbered('step', first, last)}" if known else ""
-    if skips and skips[0].step is None and run.metrics.steps and not run.metrics.logged(SKIPPED):
+    if skips and skips[0].row == -1 and skips[0].step is None and run.metrics.steps:
         first = None
         where = f", from before the first row to after step {last}" if known else ", before the first row"
     if overflows := [skip for skip in skips if skip.is_overflow]:
@@ -299,7 +299,8 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     if counts := run.metrics.known(SKIPPED):
         number_of, skipped = counts[-1]
         is_over = not is_end and number_of >= 10 * skipped
-        sentence += f" The trainer counts {plural(int(skipped), 'skipped step')} of {number_of:,}."
+        num_skipped = plural(int(skipped), "skipped step")
+        sentence = f"fp16 overflowed: the trainer counts {num_skipped} of {number_of:,}{fell}{end}."
     if not is_over:
         advice = "Train in bf16 with the weights in fp32, where the device has it; else look for what overflows: "
         advice += "learning rate, or bad data."

@@ -75,7 +75,7 @@ def missing_norm(metrics: Metrics, name: str) -> str:
 
 _NO_NORM = re.compile(
     r"loss|scale|\blr\b|learning|epoch|sec|time|acc|score|reward|entropy|kl\b|mem|tok|step|iter|\beta\b|speed|ppl|perplex"
-    r"|xent|val|eval|test|length|samples|mfu|tps|\bdt|percent",
+    r"|xent|val|eval|test|length|samples|mfu|tps|\bdt|percent|skip",
     re.IGNORECASE,
 )
 """Names of what is no gradient norm."""
