@@ -34,7 +34,7 @@ class Allowed:
     """How it reads after ``must be``."""
     holds: Callable[[Any], bool]
     words: tuple[str, ...] = ()
-    """The choices, where there are only these."""
+    """The allowed words, where only words are allowed."""
 
     def check(self, key: str, value: Any) -> None:
         """Refuse any other value by :func:`require`."""
@@ -97,27 +97,30 @@ def check_fields(settings: Any, prefix: str = "") -> None:
             allowed.check(each.metadata["key"] or f"{prefix}{each.name}", value)
 
 
-def keys_in(settings: Any) -> dict[str, str]:
-    """Return the full keys of the fields that are among the trainer's own settings, by field."""
+def keys_by_field(settings: Any) -> dict[str, str]:
+    """Return field -> full key of the fields that are among the trainer's own settings."""
     return {each.name: each.metadata["key"] for each in fields(settings) if each.metadata.get("key")}
 
 
-def read_among(settings: type[S], config: Any) -> S:
-    """Read and check settings that are among the trainer's own; raises ValueError with one sentence.
+def read_from_trainer(settings: type[S], config: Any) -> S:
+    """Read settings that are among the trainer's own, and check them.
 
     Args:
         settings: a dataclass whose fields have keys.
         config: the trainer's whole config; a key that an older one lacks takes its default.
+
+    Raises:
+        ValueError: one sentence.
     """
     given = {}
-    for name, key in keys_in(settings).items():
+    for name, key in keys_by_field(settings).items():
         *blocks, last = key.split(".")
         given[name] = reduce(getattr, blocks, config).get(last, getattr(settings, name))
     return settings(**given)
 
 
 _SHOWN = 16
-"""Names that a refusal lists."""
+"""Most names that a refusal lists."""
 
 
 def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -135,22 +138,22 @@ def refuse_unknown(key: str, given: Iterable[str], known: Iterable[str]) -> None
             raise ValueError(f"unknown setting {key}.{name}: {hint}")
 
 
-def closed(key: str) -> Callable[[T], T]:
-    """Make a dataclass of settings, the block at ``key``, refuse unknown names and wrong values, then call its own
-    ``check``."""
+def checked(key: str) -> Callable[[T], T]:
+    """Decorate a dataclass of settings, the block at ``key``: its ``__init__`` refuses unknown names and values beyond
+    their bounds, and ends with the class's own ``check``, if there is one."""
 
     def decorate(cls: T) -> T:
         init, known = cls.__init__, [field.name for field in fields(cls)]
 
         @wraps(init)
-        def checked(self, *args: Any, **given: Any) -> None:
+        def init_and_check(self, *args: Any, **given: Any) -> None:
             refuse_unknown(key, given, known)
             init(self, *args, **given)
             check_fields(self, f"{key}.")
             if hasattr(self, "check"):
                 self.check()
 
-        cls.__init__ = checked
+        cls.__init__ = init_and_check
         return cls
 
     return decorate

@@ -18,7 +18,7 @@ from .checks import (
     POSITIVE,
     SWITCH,
     Allowed,
-    closed,
+    checked,
     integer,
     number,
     one_of,
@@ -45,7 +45,7 @@ PUBLISHED = {
 """The published keys of the actor's own config: the setting under ``gradloc`` that each is an alias of, its bound."""
 
 
-@closed(f"{_KEY}.gradloc.trigger")
+@checked(f"{_KEY}.gradloc.trigger")
 @dataclass(frozen=True)
 class TriggerConfig:
     """When a gradient norm counts as a spike.
@@ -82,7 +82,7 @@ class TriggerConfig:
         least.check(f"{key}.cap", self.cap)
 
 
-@closed(f"{_KEY}.gradloc.search")
+@checked(f"{_KEY}.gradloc.search")
 @dataclass(frozen=True)
 class SearchConfig:
     """How the culprits are looked for."""
@@ -103,7 +103,7 @@ class SearchConfig:
     fit into 0.2 % of the time."""
 
 
-@closed(f"{_KEY}.gradloc.action")
+@checked(f"{_KEY}.gradloc.action")
 @dataclass(frozen=True)
 class ActionConfig:
     """What happens to the optimizer step that spiked, to each one that does."""
@@ -120,7 +120,7 @@ class ActionConfig:
     """Skip the step rather than search more often than this in one update, which bounds the cost of ``mask``."""
 
 
-@closed(f"{_KEY}.gradloc.evidence")
+@checked(f"{_KEY}.gradloc.evidence")
 @dataclass(frozen=True)
 class EvidenceConfig:
     """What an event keeps on disk."""
@@ -142,7 +142,7 @@ class EvidenceConfig:
     made it, and no token is searched for."""
 
 
-@closed(f"{_KEY}.gradloc")
+@checked(f"{_KEY}.gradloc")
 @dataclass(frozen=True)
 class GradLocConfig:
     """Everything under ``actor.gradloc``."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of mistyped settings, in one sentence that says what was probably meant.
 
-GradLoc's own blocks check their names themselves (:func:`~.checks.closed`). This module checks GradLoc's names among
+GradLoc's own blocks check their names themselves (:func:`~.checks.checked`). This module checks GradLoc's names among
 verl's, and the command line before Hydra does, whose error would not name the setting that was meant.
 """
 
@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any
 
 from .analysis.config import BucketSettings, QuartileSettings
-from .checks import keys_in, refuse_unknown
+from .checks import keys_by_field, refuse_unknown
 from .config import PUBLISHED, GradLocConfig
 from .health.config import HealthConfig
 from .notify.config import WEBHOOK_IS_NO_URL
@@ -33,7 +33,9 @@ def _names_in(block: str, settings: Any) -> dict[str, list[str]]:
 
 _BLOCKS = {f"{_ACTOR}.gradloc": GradLocConfig, "trainer.health": HealthConfig}
 _NAMES = {name: names for block, settings in _BLOCKS.items() for name, names in _names_in(block, settings).items()}
-_SINGLE = [key for settings in (BucketSettings, QuartileSettings, FilterSettings) for key in keys_in(settings).values()]
+_SINGLE = [
+    key for settings in (BucketSettings, QuartileSettings, FilterSettings) for key in keys_by_field(settings).values()
+]
 OURS = (*_BLOCKS, *_SINGLE, *(f"{_ACTOR}.{name}" for name in PUBLISHED))
 """GradLoc's names among verl's."""
 _CLOSE_RATIO = 0.8

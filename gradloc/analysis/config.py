@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from ..checks import SWITCH, closed, integer, one_of, or_null, read_among, require, setting
+from ..checks import SWITCH, checked, integer, one_of, or_null, read_from_trainer, require, setting
 
 _TRAINER, _ROLLOUT = "trainer", "actor_rollout_ref.rollout"
 
 
-@closed(_TRAINER)
+@checked(_TRAINER)
 @dataclass(frozen=True)
 class BucketSettings:
     """The analysis by bucket."""
@@ -39,7 +39,7 @@ class BucketSettings:
         return self.env_groups is not None or self.group_size is not None
 
 
-@closed(_TRAINER)
+@checked(_TRAINER)
 @dataclass(frozen=True)
 class QuartileSettings:
     """The analysis by probability quartile."""
@@ -60,8 +60,8 @@ S = TypeVar("S", BucketSettings, QuartileSettings)
 
 
 def read_if_on(settings: type[S], config: Any) -> S | None:
-    """Return the settings of an analysis, see :func:`~..checks.read_among`; None while it is off."""
-    values = read_among(settings, config)
+    """Return the settings of an analysis, see :func:`~..checks.read_from_trainer`; None while it is off."""
+    values = read_from_trainer(settings, config)
     return values if values.mode else None
 
 

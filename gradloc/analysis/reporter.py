@@ -34,7 +34,7 @@ _MAX_FAILURES = 3
 
 @dataclass(frozen=True)
 class AnalysisRun:
-    """The run as an analysis needs it."""
+    """What an analysis needs to know about the run."""
 
     root: str
     """Folder to write into: ``bisect_dump_dir``, absolute."""
@@ -60,8 +60,8 @@ class AnalysisBatch:
     filtered: Mapping[str, float] | None
     """Counts of the rollout filter; None where it did not run."""
     ask: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], list[dict[str, Any]]]
-    """(further tensors with R rows, the request) -> each rank's numbers. The tensors' rows are the batch's, in its
-    order; what fills up the ranks comes last."""
+    """(further tensors with R rows, the request) -> each rank's numbers. The rows are in the batch's order; those that
+    only fill up the ranks come last."""
 
     def measure(self, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Have the workers analyse the batch; see :attr:`ask`.
@@ -79,8 +79,10 @@ class AnalysisBatch:
 class Reporter:
     """Runs one analysis at the steps that are due."""
 
-    name: str  # in the log, of its timing and of its folder
-    prefix: str  # of the failures among the metrics
+    name: str
+    """Name of the analysis in the log, of its timing and of its folder."""
+    prefix: str
+    """Prefix of ``failures`` among the metrics."""
 
     def __init__(self, settings: BucketSettings | QuartileSettings, run: AnalysisRun):
         self.settings, self.training = settings, run
@@ -149,10 +151,10 @@ class Reporter:
         return record
 
 
-_SEEDS_APART = 1_000_003  # between the draws of two steps: a prime above any seed that people type
+_SEEDS_APART = 1_000_003  # between the seeds of two steps: a prime above any seed that people type
 
 
-class BucketAnalysis(Reporter):
+class BucketReporter(Reporter):
     """Splits the gradient by term of the loss and by bucket of reward deviation.
 
     Args:
@@ -217,20 +219,19 @@ class QuartileReporter(Reporter):
         mask = batch.tensors["response_mask"].bool().numpy()
         quartiles = assign(arrays["old_log_probs"], mask, self.settings.split)
         sampled = sample_tokens(quartiles, self.settings.num_tokens, self.training.seed + global_step)
-        numbers = torch.full(quartiles.shape, -1)
-        for number, (row, position) in enumerate(sampled.tolist()):
-            numbers[row, position] = number
+        sample = torch.full(quartiles.shape, -1)
+        sample[sampled[:, 0], sampled[:, 1]] = torch.arange(len(sampled))
         tensors = {
             BUCKET_KEY: torch.zeros(len(quartiles), dtype=torch.long),
             QUARTILE_KEY: torch.from_numpy(quartiles),
-            SAMPLE_KEY: numbers,
+            SAMPLE_KEY: sample,
         }
-        ranks = batch.measure(tensors, {NUM_SAMPLED_KEY: len(sampled)})
+        by_rank = batch.measure(tensors, {NUM_SAMPLED_KEY: len(sampled)})
         record = analysis.QuartileAnalysis(
             split=self.settings.split,
             num_rows=len(quartiles),
-            **record_fields(ranks, arrays, quartiles, sampled),
-            **self._shared_fields(global_step, ranks[0], start),
+            **record_fields(by_rank, arrays, quartiles, sampled),
+            **self._shared_fields(global_step, by_rank[0], start),
         )
         return self._write(record, quartile_metrics(record)).metrics
 
@@ -241,7 +242,7 @@ _COLUMNS = ["bucket", "group_id", "reward_std"]
 
 
 def write_record(root: str, name: str, record: analysis.GradientAnalysis | analysis.QuartileAnalysis) -> Path:
-    """Write one analysis into a folder of this name in ``bisect_dump_dir``; returns the JSON file.
+    """Write one analysis into the folder ``name`` of ``bisect_dump_dir``, and return the path of its JSON file.
 
     A record of the same step, from before a resume, is replaced.
     """

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..checks import POSITIVE, SWITCH, closed, integer, is_number, require, setting
+from ..checks import POSITIVE, SWITCH, checked, integer, is_number, require, setting
 
 Limits = tuple[float | None, float | None] | None
 """Warning and danger."""
@@ -19,7 +19,7 @@ FALLING = frozenset({"entropy_fall", "length_fall", "mismatch_sample_size"})
 _KEY = "trainer.health"
 
 
-@closed(_KEY)
+@checked(_KEY)
 @dataclass(frozen=True)
 class HealthConfig:
     """When the health monitor says ``warning`` and ``danger``."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..explain.numbers import number, percent
 from .config import FALLING, HealthConfig
-from .measures import Reading, Window
+from .measures import Measure, Reading
 from .rules import MEASURES, READ, RULES, Rule
 
 STATES = ("healthy", "warning", "danger")
@@ -71,14 +71,14 @@ class Judgement:
         return self.reasons[0].state if self.reasons else STATES[0]
 
 
-class _Asked:
+class _ActiveRule:
     """A rule that is on, with its measure of the run.
 
     Args:
         limits: the states that the rule may find with their limits, the worst first.
     """
 
-    def __init__(self, rule: Rule, measure: Window, limits: list[tuple[str, float]]):
+    def __init__(self, rule: Rule, measure: Measure, limits: list[tuple[str, float]]):
         self.rule, self.measure, self.limits = rule, measure, limits
         self.num_values = 0
 
@@ -102,12 +102,12 @@ class Judge:
         self._last_step: int | None = None
         self.read: dict[str, None] = {}
         """The metrics that rules have read, in order."""
-        self._asked: list[_Asked] = []
+        self._active: list[_ActiveRule] = []
         for rule in RULES:
             limits = [*zip(STATES[1:], getattr(config, rule.name) or (None, None), strict=True)]
             known = [(state, limit) for state, limit in reversed(limits) if limit is not None]
             if known and (measure := MEASURES[rule.measured](config, grad_clip)) is not None:
-                self._asked.append(_Asked(rule, measure, known))
+                self._active.append(_ActiveRule(rule, measure, known))
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Judgement | None:
         """Judge a step.
@@ -122,48 +122,48 @@ class Judge:
             None for a step that has none of the metrics that the rules read.
         """
         if self._last_step is not None and step <= self._last_step:
-            for asked in self._asked:
-                asked.measure.resume()
+            for active in self._active:
+                active.measure.resume()
         self._last_step = step
         known = ((name, _number(metrics[name])) for name in READ if name in metrics)
         numbers = {name: value for name, value in known if value is not None}
         reasons, is_judged = [], False
-        for asked in self._asked:
-            if (read := asked.rule.read(numbers)) is None:
+        for active in self._active:
+            if (read := active.rule.read(numbers)) is None:
                 continue
             is_judged = True
-            asked.num_values += 1
+            active.num_values += 1
             metric, value = read
             self.read[metric] = None
-            reading = asked.measure.observe(value)
-            found = None if reading is None else asked.exceeded(reading)
+            reading = active.measure.observe(value)
+            found = None if reading is None else active.exceeded(reading)
             if reading is not None and found is not None:
-                reasons.append(Reason(asked.rule, found[0], metric, found[1], reading, self.config))
-            asked.measure.learn(value, found is not None)
+                reasons.append(Reason(active.rule, found[0], metric, found[1], reading, self.config))
+            active.measure.learn(value, found is not None)
         return Judgement(step, worst_first(reasons)) if is_judged else None
 
     @property
     def heard(self) -> tuple[str, ...]:
         """The rules that had a value."""
-        return tuple(asked.rule.name for asked in self._asked if asked.num_values)
+        return tuple(active.rule.name for active in self._active if active.num_values)
 
     @property
     def judging(self) -> tuple[str, ...]:
         """The rules that had as many values as they need before they say anything."""
-        return tuple(asked.rule.name for asked in self._asked if asked.num_values >= asked.measure.needs)
+        return tuple(active.rule.name for active in self._active if active.num_values >= active.measure.needs)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the checkpoint."""
+        """Return the content for the checkpoint, ready for JSON."""
         return {
             "last_step": self._last_step,
-            "rules": {asked.rule.name: asked.measure.state() for asked in self._asked},
+            "rules": {active.rule.name: active.measure.state() for active in self._active},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave; a rule that it does not know begins anew."""
-        for asked in self._asked:
-            if asked.rule.name in state["rules"]:
-                asked.measure.load_state(state["rules"][asked.rule.name])
+        """Restore what :meth:`state` returned; a rule that it lacks begins anew."""
+        for active in self._active:
+            if active.rule.name in state["rules"]:
+                active.measure.load_state(state["rules"][active.rule.name])
         self._last_step = state["last_step"]
 
 

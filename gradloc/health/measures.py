@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from ..trigger.history import NormHistory, Recent, middle
 
-_NOISE_FLOOR = 0.02  # of the level: a reward that was constant has no noise, and a wobble is no collapse
+_NOISE_FLOOR = 0.02
+"""Least standard deviation over the level: after a constant reward any small change would count as a fall."""
 
 
 class Reading(NamedTuple):
@@ -26,15 +27,16 @@ class Reading(NamedTuple):
     """The run's own usual value, where the rule learns one."""
 
 
-class Window:
-    """Values remembered by name, each list bounded.
+class Measure:
+    """Base of all measures: lists of past values by name, each of a bounded length.
 
     Args:
-        lengths: how many values of each are kept, or a :class:`Recent`, where they are wanted in order.
+        lengths: how many values each list keeps, or a :class:`Recent`, where they are wanted in order. ``recent`` and
+            ``streak`` are of consecutive steps.
     """
 
     needs = 1
-    """Values that it takes before it says anything."""
+    """Number of values before the first reading."""
 
     def __init__(self, **lengths: int | Recent):
         self._kept: dict[str, Any] = {
@@ -42,48 +44,48 @@ class Window:
         }
 
     def observe(self, value: float) -> Reading | None:
-        """Take a step's value in."""
+        """Take a step's value; return the reading, or None while there is nothing to say."""
         raise NotImplementedError
 
     def learn(self, value: float, is_flagged: bool) -> None:
-        """Called after :meth:`observe` with whether the rule found fault; flagged values are not what is normal."""
+        """Learn what is normal, after :meth:`observe`: a value that the rule flagged is not."""
 
     def resume(self) -> None:
-        """An earlier step came again: what was said of consecutive steps begins anew."""
+        """Forget the consecutive steps, since an earlier step came again."""
         for name in ("recent", "streak"):
             if name in self._kept:
                 self._kept[name].clear()
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the checkpoint."""
+        """Return the content for the checkpoint, ready for JSON."""
         return {name: list(values) for name, values in self._kept.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
         for name, values in self._kept.items():
             values.clear()
             for value in state[name]:
                 values.append(float(value))
 
     def _push(self, value: float) -> float | None:
-        """Return the mean of the last values once there are enough of them."""
+        """Append to the recent values; return their mean once there are enough."""
         recent = self._kept["recent"]
         recent.append(value)
         return math.fsum(recent) / len(recent) if len(recent) == recent.maxlen else None
 
 
-class Value(Window):
-    """The step's value, seen through a function such as ``abs``."""
+class Value(Measure):
+    """A function of the step's value, such as ``abs``."""
 
-    def __init__(self, through: Callable[[float], float] = float):
+    def __init__(self, function: Callable[[float], float] = float):
         super().__init__()
-        self._through = through
+        self._function = function
 
     def observe(self, value: float) -> Reading:
-        return Reading(self._through(value), value)
+        return Reading(self._function(value), value)
 
 
-class Mean(Window):
+class Mean(Measure):
     """The mean over the last steps: a rule about what lasts."""
 
     def __init__(self, recent: int):
@@ -95,7 +97,7 @@ class Mean(Window):
         return None if mean is None else Reading(mean, mean)
 
 
-class Share(Window):
+class Share(Measure):
     """Share of the last steps whose value is above a limit."""
 
     def __init__(self, limit: float, window: int):
@@ -107,7 +109,7 @@ class Share(Window):
         return None if share is None else Reading(share, value, self._limit)
 
 
-class Streak(Window):
+class Streak(Measure):
     """Steps in a row, this one included, whose value is above 0."""
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class Streak(Window):
         return Reading(count, value)
 
 
-class Jump(Window):
+class Jump(Measure):
     """A positive value as a multiple of its own median, where it is also far outside of its own scatter."""
 
     def __init__(self, warmup: int, window: int, deviations: float):
@@ -144,7 +146,7 @@ class Jump(Window):
         self._history.load_state(state)
 
 
-class AgainstStart(Window):
+class AgainstStart(Measure):
     """The mean over the last steps as a multiple of the median of the first values."""
 
     def __init__(self, warmup: int, recent: int, floor: float = 0.0):
@@ -163,7 +165,7 @@ class AgainstStart(Window):
         return Reading(mean / typical, mean, typical)
 
 
-class AgainstWindow(Window):
+class AgainstWindow(Measure):
     """The mean over the last steps as a multiple of the median of the steps before them."""
 
     def __init__(self, warmup: int, recent: int, window: int):
@@ -181,7 +183,7 @@ class AgainstWindow(Window):
         return Reading(mean / typical, mean, typical) if typical > 0 else None
 
 
-class Fall(Window):
+class Fall(Measure):
     """How far the mean over the last steps is below its best.
 
     In shares of the best, or of the range that the mean went through where that is larger. Silent unless the fall is
@@ -221,6 +223,7 @@ class Fall(Window):
         return Reading(fall / scale, mean, best)
 
     def _chance(self, level: float) -> float:
+        """Return the largest fall that is chance, for values of this size."""
         recent = self._kept["recent"].maxlen
         mean = math.fsum(self._squares) / len(self._squares)
         sigma = max(math.sqrt(mean / 2), _NOISE_FLOOR * level)

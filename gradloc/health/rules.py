@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..explain.advice import read_table
 from .config import HealthConfig
-from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Share, Streak, Value, Window
+from .measures import AgainstStart, AgainstWindow, Fall, Jump, Mean, Measure, Share, Streak, Value
 
 _TABLE = read_table("health.ini")
 
@@ -93,7 +93,7 @@ def _zero_variance(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return "critic/score/{max,min}", float(highest == lowest)
 
 
-MEASURES: dict[str, Callable[[HealthConfig, float | None], Window | None]] = {
+MEASURES: dict[str, Callable[[HealthConfig, float | None], Measure | None]] = {
     "value": lambda config, clip: Value(),
     "size": lambda config, clip: Value(abs),
     "times away from 1": lambda config, clip: Value(lambda weight: max(weight, 1 / weight) if weight > 0 else math.inf),

@@ -3,10 +3,10 @@
 
 from dataclasses import dataclass
 
-from ..checks import closed, integer, setting
+from ..checks import checked, integer, setting
 
 
-@closed("actor_rollout_ref.actor.gradloc.mismatch")
+@checked("actor_rollout_ref.actor.gradloc.mismatch")
 @dataclass(frozen=True)
 class MismatchConfig:
     """Whether the log-probs of the rollout engine and of the trainer are compared while a run trains."""

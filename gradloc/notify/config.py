@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import SWITCH, Allowed, closed, number, or_null, setting
+from ..checks import SWITCH, Allowed, checked, number, or_null, setting
 
 _KEY = "actor_rollout_ref.actor.gradloc.notify"
 WEBHOOK_IS_NO_URL = (
@@ -24,7 +24,7 @@ def _is_command(value: Any) -> bool:
 _COMMAND = Allowed("a command line whose quotes are closed", _is_command)
 
 
-@closed(_KEY)
+@checked(_KEY)
 @dataclass(frozen=True)
 class NotifyConfig:
     """Alerts of an event, in addition to the console and the run's trackers."""

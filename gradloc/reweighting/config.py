@@ -3,12 +3,12 @@
 
 from dataclasses import dataclass
 
-from ..checks import SWITCH, closed, number, or_null, require, setting
+from ..checks import SWITCH, checked, number, or_null, require, setting
 
 _QUANTILE = or_null(number("a number between 0 and 1, exclusive", lambda value: 0 < value < 1))
 
 
-@closed("algorithm.advantage_reweighting")
+@checked("algorithm.advantage_reweighting")
 @dataclass(frozen=True)
 class AdvantageReweightingConfig:
     """Advantage Reweighting (arXiv 2505.12929): ``A * (alpha * pi_old + 1 - alpha)``."""
@@ -17,7 +17,7 @@ class AdvantageReweightingConfig:
     """Multiply a token's advantage by alpha * pi_old + 1 - alpha; 0 is off."""
 
 
-@closed("algorithm.lopti")
+@checked("algorithm.lopti")
 @dataclass(frozen=True)
 class LoptiConfig:
     """Low-Probability Token Isolation (arXiv 2505.12929): two updates on one rollout, split by probability."""

@@ -4,13 +4,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import SWITCH, closed, number, one_of, read_among, require, setting
+from ..checks import SWITCH, checked, number, one_of, read_from_trainer, require, setting
 
 _FILTER, _ACTOR = "actor_rollout_ref.rollout.rollout_filter", "actor_rollout_ref.actor"
 _SHARE = number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
-@closed(_FILTER)
+@checked(_FILTER)
 @dataclass(frozen=True)
 class FilterSettings:
     """The groups to train on."""
@@ -40,8 +40,8 @@ class FilterSettings:
 
 
 def read_filter(config: Any) -> FilterSettings:
-    """Read and check the keys, whether or not the filter is on, see :func:`~..checks.read_among`."""
-    settings = read_among(FilterSettings, config)
+    """Read and check the keys, whether or not the filter is on, see :func:`~..checks.read_from_trainer`."""
+    settings = read_from_trainer(FilterSettings, config)
     is_async = (config.get("reward_model") or {}).get("launch_reward_fn_async", False)
     require(
         settings.keeps_all or not is_async,

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..checks import POSITIVE, SWITCH, closed, integer, number, one_of, or_null, require, setting
+from ..checks import POSITIVE, SWITCH, checked, integer, number, one_of, or_null, require, setting
 
 _KEY = "actor_rollout_ref.actor.gradloc.stabilize"
 _UPPER = or_null(
@@ -41,7 +41,7 @@ class _RatioClipConfig:
         )
 
 
-@closed(f"{_KEY}.token_clip")
+@checked(f"{_KEY}.token_clip")
 @dataclass(frozen=True)
 class TokenClipConfig(_RatioClipConfig):
     """A bound on every token's pi_theta / pi_rollout."""
@@ -50,7 +50,7 @@ class TokenClipConfig(_RatioClipConfig):
     upper: float | None = setting(5.0, _UPPER)
 
 
-@closed(f"{_KEY}.seq_clip")
+@checked(f"{_KEY}.seq_clip")
 @dataclass(frozen=True)
 class SeqClipConfig(_RatioClipConfig):
     """A bound on the geometric mean of a sequence's ratios: one ratio and one weight per sequence."""
@@ -59,7 +59,7 @@ class SeqClipConfig(_RatioClipConfig):
     upper: float | None = setting(1.1, _UPPER)
 
 
-@closed(f"{_KEY}.layer_clip")
+@checked(f"{_KEY}.layer_clip")
 @dataclass(frozen=True)
 class LayerClipConfig:
     """Clipping of each layer's gradient against that layer's own recent norms, in place of the global clip."""
@@ -83,7 +83,7 @@ class LayerClipConfig:
     """``zscore``: robust standard deviations that a log-norm may be above its median."""
 
 
-@closed(f"{_KEY}.skip_step")
+@checked(f"{_KEY}.skip_step")
 @dataclass(frozen=True)
 class SkipStepConfig:
     """No optimizer step when its norm is many standard deviations above the last ones: OLMo-core's rule."""
@@ -96,7 +96,7 @@ class SkipStepConfig:
     """Skip a step from this many standard deviations above the mean."""
 
 
-@closed(_KEY)
+@checked(_KEY)
 @dataclass(frozen=True)
 class StabilizeConfig:
     """Everything under ``actor.gradloc.stabilize``."""

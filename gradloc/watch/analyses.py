@@ -12,7 +12,7 @@ import torch
 
 from ..analysis.config import Analyses
 from ..analysis.parts import QUARTILE_KEY, Analysed, measure
-from ..analysis.reporter import AnalysisBatch, AnalysisRun, BucketAnalysis, QuartileReporter, Reporter
+from ..analysis.reporter import AnalysisBatch, AnalysisRun, BucketReporter, QuartileReporter, Reporter
 from ..core.ranks import LostRank
 from ..loop.batch import BatchView
 
@@ -32,7 +32,7 @@ class LoopAnalyses:
         run = AnalysisRun(root, seed=0, trackers={}, names=names, loss=loss, vital=(LostRank,))
         self.reporters: list[Reporter] = [] if quartiles is None else [QuartileReporter(quartiles, run)]
         if buckets is not None:
-            self.reporters.append(BucketAnalysis(buckets, run))
+            self.reporters.append(BucketReporter(buckets, run))
 
     def are_due(self, number: int) -> bool:
         """Return whether any analysis is due at this optimizer step, by its number from 1."""

@@ -35,7 +35,7 @@ def clip_and_comparing(**changes):
     """What the monitor takes from a config."""
     config = config_of(**changes)
     monitor = build_monitor(config, clip_limit(config))
-    clips = [asked.measure._limit for asked in monitor._judge._asked if asked.rule.name == "clip_share"]
+    clips = [active.measure._limit for active in monitor._judge._active if active.rule.name == "clip_share"]
     return [clips[0] if clips else None, monitor._compares_rollouts]
 
 

@@ -20,7 +20,7 @@ import verl
 from verl.workers.config import FSDPActorConfig, McoreActorConfig, RolloutConfig
 
 from ...analysis.config import BucketSettings
-from ...checks import keys_in
+from ...checks import keys_by_field
 from ...config import GradLocConfig, resolve
 from ...private_api import differences, digest
 from ...rollout_filter.config import FilterSettings
@@ -28,7 +28,7 @@ from ...rollout_filter.config import FilterSettings
 _OF_ROLLOUT = [
     (key.rpartition(".")[2], Any, getattr(settings, name))
     for settings in (BucketSettings, FilterSettings)
-    for name, key in keys_in(settings).items()
+    for name, key in keys_by_field(settings).items()
     if key.startswith("actor_rollout_ref.rollout.")
 ]
 GradLocRolloutConfig = make_dataclass(

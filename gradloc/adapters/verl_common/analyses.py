@@ -13,7 +13,7 @@ from omegaconf import OmegaConf, open_dict
 from ray.exceptions import RayError
 
 from ...analysis.config import check_geometry, geometry
-from ...analysis.reporter import AnalysisBatch, AnalysisRun, BucketAnalysis, QuartileReporter
+from ...analysis.reporter import AnalysisBatch, AnalysisRun, BucketReporter, QuartileReporter
 from ...loop.batch import BatchView
 from ...rollout_filter.choose import advantage_scale, kept_groups
 from ...rollout_filter.groups import groups_of
@@ -43,7 +43,7 @@ class VerlAnalyses:
         self._config, run = config, _run_of(config, root)
         self.trackers = run.trackers
         self.quartiles = None if quartiles is None else QuartileReporter(quartiles, run)
-        self.buckets = None if buckets is None else BucketAnalysis(buckets, run, self._separate)
+        self.buckets = None if buckets is None else BucketReporter(buckets, run, self._separate)
 
     def check_data(self, num_prompts: int) -> None:
         """Refuse a batch that needs more prompts than these, by :func:`~...analysis.config.check_geometry`."""
