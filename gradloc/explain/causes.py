@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classifies why a token's gradient is large; the causes are in the table ``causes.ini``. Pure.
+"""Classify why a token's gradient is large; the causes are in the table ``causes.ini``. Pure.
 
 A token's gradient is a product: its loss weight, times |advantage|, times the importance ratio, times the rollout
 correction weight, times the norm of the log-prob's own gradient (the Jacobian). The KL and entropy terms add their own

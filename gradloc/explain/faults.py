@@ -15,6 +15,13 @@ LINKS = {
     "undecided": "not decided",
 }
 """Names of the links in sentences."""
+_MEASURED = {
+    "norm_without_update": "With the last update undone this step's norm is {norm}.",
+    "norm_under_usual_update": "{usual}, it would be {norm}.",
+    "norm_with_those_undone": "With those parameters' update undone alone it is {norm}.",
+    "norm_without_change": "With that change taken back it is {norm}.",
+}
+"""Norm among a fault's evidence -> its sentence."""
 
 
 def fault_sentences(event: Event) -> list[str]:
@@ -29,22 +36,16 @@ def fault_sentences(event: Event) -> list[str]:
         made.append(
             f"An earlier step's micro-batch has norm {at} with this step's weights, and had {own} with its own step's."
         )
-    if "norm_without_update" in known:
-        made.append(f"With the last update undone this step's norm is {number(known['norm_without_update'], 3)}.")
-    if "norm_under_usual_update" in known:
-        under = "Had that update been of its usual size"
-        for name in ("learning_rate", "weight_decay"):
-            if f"usual_{name}" in known:
-                under = f"With the {name.replace('_', ' ')} at {number(known[f'usual_{name}'], 3)}, as before"
-        made.append(f"{under}, it would be {number(known['norm_under_usual_update'], 3)}.")
-    if "norm_with_those_undone" in known:
-        made.append(f"With those parameters' update undone alone it is {number(known['norm_with_those_undone'], 3)}.")
-    if "norm_without_change" in known:
-        made.append(f"With that change taken back it is {number(known['norm_without_change'], 3)}.")
+    usual = "Had that update been of its usual size"
+    for name in ("learning_rate", "weight_decay"):
+        if f"usual_{name}" in known:
+            usual = f"With the {name.replace('_', ' ')} at {number(known[f'usual_{name}'], 3)}, as before"
+    norms = {name: number(known[name], 3) for name in _MEASURED if name in known}
+    made += [_MEASURED[name].format(usual=usual, norm=norm) for name, norm in norms.items()]
     if fault.at == "batch" and is_new_since_update(known):
-        norms = [number(known[name], 3) for name in ("loudest_norm", "loudest_norm_without_update") if name in known]
-        of = f": its loudest micro-batch has norm {norms[0]}, and {norms[1]} without it" if norms else ""
-        made.append(f"It is loud only since the last update{of}.")
+        loudest = [number(known[name], 3) for name in ("loudest_norm", "loudest_norm_without_update") if name in known]
+        more = f": its loudest micro-batch has norm {loudest[0]}, and {loudest[1]} without it" if loudest else ""
+        made.append(f"It is loud only since the last update{more}.")
     if fault.at == "batch":
         made.append("So the weights are healthy, and the batch is at fault.")
     if not made and fault.reason and fault.at == "undecided":
@@ -67,7 +68,7 @@ def is_new_since_update(evidence: Mapping[str, float | None]) -> bool:
 
 
 def step_before(event: Event, events: Sequence[Event]) -> str:
-    """Describe the event of the step whose update is at fault; mostly ""."""
+    """Describe the event of the step whose update is at fault; empty where there is none."""
     fault = event.fault
     if fault is None or fault.at != "last_update":
         return ""

@@ -258,16 +258,15 @@ def what_followed(event: Event, clip: float | None = None) -> list[str]:
 
 def what_was_taken(event: Event, clip: float | None = None) -> str:
     """Say what the optimizer was given; ``clip`` is the clip limit where the event does not have it."""
-    action, consequence = event.action, event.consequence
-    norm, after = event.trigger.grad_norm, event.certificate.norm_after
-    clip = consequence.grad_clip if consequence is not None else clip
-    after = after if after is not None and math.isfinite(after) else None
+    action = event.action
+    clip = event.consequence.grad_clip if event.consequence is not None else clip
     if action.taken == "skip":
         asked = f" {action.requested.capitalize()} was asked for, but {one_line(action.reason)}."
         return f"The optimizer took no step: this mini-batch was skipped.{asked if action.requested != 'skip' else ''}"
     if action.taken == "abort":
         return "The run was stopped before the step was taken."
     if action.taken == "mask":
+        after = _norm_after(event)
         size = "" if after is None else f", of norm {bounded(after, event.certificate.error_bound, 3)[0]}"
         clipped = f", clipped to {number(clip, 3)}" if after is not None and clip and after > clip else ""
         return f"The optimizer took the step without {pronoun(event)}{size}{clipped}."
@@ -275,6 +274,18 @@ def what_was_taken(event: Event, clip: float | None = None) -> str:
         cured = healer(event)
         under = "another setting" if cured is None else f"{one_line(cured.line)}, of norm {number(cured.norm_after, 3)}"
         return f"The optimizer took the step under {under}."
+    return _what_was_taken_unchanged(event, clip)
+
+
+def _norm_after(event: Event) -> float | None:
+    """Return the norm without the culprits; None where it was not measured or is not finite."""
+    after = event.certificate.norm_after
+    return after if after is not None and math.isfinite(after) else None
+
+
+def _what_was_taken_unchanged(event: Event, clip: float | None) -> str:
+    """Say what a step that gradloc did not change gave the optimizer; empty where its norm is not known."""
+    norm, after, consequence = event.trigger.grad_norm, _norm_after(event), event.consequence
     if norm is None:
         return ""
     if not math.isfinite(norm):

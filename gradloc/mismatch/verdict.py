@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the disagreement of two columns of log-probs, or says "cannot tell".
+"""Name the disagreement of two columns of log-probs, or say "cannot tell".
 
 Looks go from the local to the whole: each takes out, or mends, the tokens that it explains. One table, `WHOLE`, names
 what the rest has in common.
@@ -108,10 +108,10 @@ def judge(given: Columns) -> Verdict:
             break
         largest = max(evidence.get(kind, {}).get("size", 0.0) for kind in ("routing", RAISED))
         if look is in_common and tokens.scale < largest / FAR:
-            break  # tokens after those see another past
+            break  # the tokens after single ones that far off see another past, so the rest has no kind of its own
         found = look(tokens)
         if isinstance(found, str):
-            why_not = "" if "lags" in evidence.get("never_sampled", {}) else found  # as above
+            why_not = "" if "lags" in evidence.get("never_sampled", {}) else found  # these, too, see another past
         elif found and not (evidence and found.kind == "noise"):
             numbers = evidence.setdefault(found.kind, {"token_share": found.share * len(tokens) / len(given)})
             numbers.update(found.numbers)
@@ -120,8 +120,8 @@ def judge(given: Columns) -> Verdict:
         outliers = ("routing", "never_sampled", RAISED)
         few = {kind for kind in outliers if evidence.get(kind, {}).get("share", 1) < FEW_OUTLIERS}
         evidence = {kind: numbers for kind, numbers in evidence.items() if kind not in few}
-    if "lags" in evidence.get("never_sampled", {}):  # rows of the same sort with no stretch that was long enough
-        evidence.pop("few_rows", None)
+    if "lags" in evidence.get("never_sampled", {}):
+        evidence.pop("few_rows", None)  # rows that are shifted as well, in stretches too short to show it
     if RAISED in evidence and not why_not:
         why_not = DOUBTS[RAISED].format(**evidence[RAISED])
     numbers = stats.identity(whole.d)
@@ -181,7 +181,7 @@ def gaps(tokens: Tokens) -> Found | None:
 
 
 def shifted(tokens: Tokens) -> Found | None:
-    """Stretches of rows that agree once a column is moved: by one number everywhere, or by several."""
+    """Return stretches of rows that agree once a column is moved, by one number everywhere or by several; else None."""
     columns = tokens.columns
     lags, gains = stats.moves(tokens)
     sure = (lags != 0) & (gains > GAIN)[tokens.row]

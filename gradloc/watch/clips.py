@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -226,37 +226,43 @@ def _note(params: Iterable[Any], make_clip: Callable[[list[Any]], Clip]) -> None
             tap.pending.append(make_clip(own))
 
 
+def _clip_and_note(
+    clip: Callable[[list[Any], Any], Any],
+    get_total_norm: Callable[..., Any],
+    parameters: Any,
+    limit: float,
+    norm: Any = None,
+    order: float = 2.0,
+) -> Any:
+    """Call ``clip`` with parameters and the norm of this order, or without a norm by value, and note the call."""
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+    def make_clip(own: list[Any]) -> Clip:
+        def clip_again() -> Any:
+            norm_now = get_total_norm([param.grad for param in own if param.grad is not None], order)
+            clip(own, norm_now)
+            return norm_now
+
+        is_l2 = norm is not None and order == 2.0
+        l2_norm = norm if is_l2 else get_total_norm([param.grad for param in own])
+        return Clip(own, float(limit), l2_norm, clip_again, is_by_value=norm is None)
+
+    _note(params, make_clip)
+    clipped = clip(params, norm)
+    for tap in list(_taps):
+        if not tap.is_off and tap.pending:
+            tap.note_writes(is_own=True)
+    return clipped
+
+
 def _install() -> None:
-    """Replace torch's clip functions by ones that note their calls; without a tap they do as before."""
+    """Replace torch's clip functions, once, by ones that note their calls; without a tap they do as before."""
     if getattr(clip_grad, "_gradloc", False):
         return
     clip_grad._gradloc = True  # type: ignore[attr-defined]
-    get_total_norm = clip_grad._get_total_norm
-    scale = clip_grad._clip_grads_with_norm_
+    get_total_norm, scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
     by_value = clip_grad.clip_grad_value_
-
-    def clip_again(clip: Callable[[list[Any], Any], Any], params: list[Any], order: float) -> Any:
-        norm = get_total_norm([param.grad for param in params if param.grad is not None], order)
-        clip(params, norm)
-        return norm
-
-    def clip_and_note(
-        clip: Callable[[list[Any], Any], Any], parameters: Any, limit: float, norm: Any = None, order: float = 2.0
-    ) -> Any:
-        """Clip by the norm of this order, or without a norm by value, and note the call."""
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-        def make_clip(own: list[Any]) -> Clip:
-            is_l2 = norm is not None and order == 2.0
-            l2_norm = norm if is_l2 else get_total_norm([param.grad for param in own])
-            return Clip(own, float(limit), l2_norm, partial(clip_again, clip, own, order), is_by_value=norm is None)
-
-        _note(params, make_clip)
-        clipped = clip(params, norm)
-        for tap in list(_taps):
-            if not tap.is_off and tap.pending:
-                tap.note_writes(is_own=True)
-        return clipped
+    fsdp1_clip = FSDP1.clip_grad_norm_
 
     @wraps(get_total_norm)
     def noted_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
@@ -268,27 +274,24 @@ def _install() -> None:
         def clip(params: list[Any], norm: Any) -> Any:
             return scale(params, max_norm, norm, *args, **kwargs)
 
-        return clip_and_note(clip, parameters, max_norm, total_norm, _last_order[0])
+        return _clip_and_note(clip, get_total_norm, parameters, max_norm, total_norm, _last_order[0])
 
     @wraps(by_value)
     def noted_by_value(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
         def clip(params: list[Any], _: Any) -> Any:
             return by_value(params, clip_value, *args, **kwargs)
 
-        return clip_and_note(clip, parameters, clip_value)
+        return _clip_and_note(clip, get_total_norm, parameters, clip_value)
 
+    @wraps(fsdp1_clip)
+    def noted_fsdp1(self: FSDP1, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        norm = fsdp1_clip(self, max_norm, norm_type)
+        _note(self.parameters(), lambda own: Clip(own, float(max_norm), norm, lambda: fsdp1_clip(self, max_norm)))
+        return norm
+
+    FSDP1.clip_grad_norm_ = noted_fsdp1  # type: ignore[method-assign]
     for module in (clip_grad, torch.nn.utils):
         for ours in (noted_total_norm, noted_scale, noted_by_value):
             for name in (ours.__name__, ours.__name__.lstrip("_")):  # torch has some with and without the underscore
                 if hasattr(module, name):
                     setattr(module, name, ours)
-
-    fsdp1_clip = FSDP1.clip_grad_norm_
-
-    @wraps(fsdp1_clip)
-    def seen_fsdp1(self: FSDP1, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        norm = fsdp1_clip(self, max_norm, norm_type)
-        _note(self.parameters(), lambda own: Clip(own, float(max_norm), norm, lambda: fsdp1_clip(self, max_norm)))
-        return norm
-
-    FSDP1.clip_grad_norm_ = seen_fsdp1  # type: ignore[method-assign]

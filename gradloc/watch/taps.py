@@ -330,28 +330,30 @@ class ModelTap:
         if not args or not isinstance(args[0], torch.Tensor) or _is_in_backward():
             return None
         given = args[0]
-        if self._present is not None and not self.is_again:
-            if self._unknown is not None:
-                return None
-            if self._hidden is None and not self.is_at_head and module is self._declared_head:
-                self.is_at_head, self.heads = True, [module]  # the model calls parts of its body, and not the body
-            if self._hidden is not None and not self.is_at_head and not is_view(given, self._hidden):
-                if self._may_be_hidden(module, given):
-                    self.is_at_head, self.heads = True, [module]
-                    self._unhook()
-            if self.is_at_head and module in self.heads and self._hidden is not given:
-                if self._present.shape is None:
-                    self._hidden = given
-                    self._hook(given)
-            if not self._is_measured and self._hidden is not None and is_view(given, self._hidden):
-                # where FSDP shards the head by itself, it is whole in its forward alone
-                self._measure(self._tied_head or module, given)
-        elif self.is_at_head and self.is_again and module in self.heads:
+        if not self.is_again:
+            if self._present is not None and self._unknown is None:
+                self._hook_at_head(self._present, module, given)
+        elif self.is_at_head and module in self.heads:
             if self._graph is None or self._graph.hidden is None:
                 return (self._pass_hidden(given), *args[1:])
             if is_view(given, self._graph.hidden):  # of a further head
                 return (self._without_gradient(given), *args[1:])
         return None
+
+    def _hook_at_head(self, present: RecordedForward, module: torch.nn.Module, given: torch.Tensor) -> None:
+        """Hook a head's input as h in a training forward, where the body's output is not h; measure the head once."""
+        if self._hidden is None and not self.is_at_head and module is self._declared_head:
+            self.is_at_head, self.heads = True, [module]  # the model calls parts of its body, and not the body
+        if self._hidden is not None and not self.is_at_head and not is_view(given, self._hidden):
+            if self._may_be_hidden(module, given):
+                self.is_at_head, self.heads = True, [module]
+                self._unhook()
+        if self.is_at_head and module in self.heads and self._hidden is not given and present.shape is None:
+            self._hidden = given
+            self._hook(given)
+        if not self._is_measured and self._hidden is not None and is_view(given, self._hidden):
+            # where FSDP shards the head by itself, it is whole in its forward alone
+            self._measure(self._tied_head or module, given)
 
     def _after_head(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._is_sequence_first and isinstance(output, tuple):  # and a bias
