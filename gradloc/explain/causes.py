@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..record import BatchStatistics, Cause, Culprit, Run
 from .advice import ACTIONS, actions_of, is_trl, read_table
@@ -59,24 +59,25 @@ class CauseInfo:
         return actions_of([more if name == "more_steps" else name for name in names], trainer)
 
 
-def _meaning(label: str, row: Mapping[str, str]) -> CauseInfo:
-    found: dict[str, str | tuple[str, ...]] = {**({"causes": (label,)} if "title" in row else {}), **row}
-    for key in {"do", "cures", "causes", "when"} & {*row}:
-        found[key] = tuple(row[key].split())
-    if "figure" in row:
-        found["figure"] = tuple(cell.strip() for cell in f"{row['figure']}|||".split("|")[:4])
-    return CauseInfo(label, **found)  # type: ignore[arg-type]
+def _info_from(label: str, row: Mapping[str, str]) -> CauseInfo:
+    """Read a section of the table; a cause, which has a title, is by default a rule for itself."""
+    found: dict[str, Any] = {"causes": label, **row} if "title" in row else {**row}
+    for key in {"do", "cures", "causes", "when"} & found.keys():
+        found[key] = tuple(found[key].split())
+    if "figure" in found:
+        found["figure"] = tuple(cell.strip() for cell in f"{found['figure']}|||".split("|")[:4])
+    return CauseInfo(label, **found)
 
 
-_TABLE = [_meaning(label, row) for label, row in read_table("causes.ini").items()]
-CAUSE_INFO = {meaning.label: meaning for meaning in _TABLE if meaning.title}
+_TABLE = [_info_from(label, row) for label, row in read_table("causes.ini").items()]
+CAUSE_INFO = {info.label: info for info in _TABLE if info.title}
 """Causes by label."""
-RULES = tuple(meaning for meaning in _TABLE if meaning.why)
+RULES = tuple(info for info in _TABLE if info.why)
 """Rules of what to do; the first that applies counts."""
 
 
 def cause_info(label: str) -> CauseInfo:
-    """Look a cause up; an unknown label counts as ``unknown``."""
+    """Return a cause's section; an unknown label counts as ``unknown``."""
     return CAUSE_INFO.get(label, CAUSE_INFO["unknown"])
 
 
@@ -87,23 +88,30 @@ NOTABLE = 3.0
 _SPREAD = 10.0  # a layer ten times further above its history than the median layer explodes alone
 _UNSCALED = 10.0
 """An advantage beyond this has a reward's unit: GRPO's are at most (n - 1) / sqrt(n), which is 8 for a group of 64."""
-_LEADS = 3.0  # the entropy term carries what has this many times the log-prob's coefficient
+_LEADS = 3.0  # an entropy coefficient of this many times the log-prob's carries the gradient
 _UNLIKELY = 0.01  # STAPO's bound on the probability
 _TINY = 1e-30
 APART = math.log(3.0)
 """Largest difference of two log-probs of a token that agree, nats."""
-_FAR = 5.0  # nats between trainer and engine that a sampled token does not have,
-_MANY = 20.0  # nor one of an engine that is usually a twentieth as far off
+_FAR = 5.0  # nats between trainer and engine that no sampled token has
+_TIMES_USUAL = 20.0  # a token that was not sampled is this many times as far off as the response's tokens usually are
 _EXCLUDED = -20.0  # no sampling draws a token of 2e-9
 _SHIFTED = 5.0  # times closer to the neighbours' log-probs than to a row's own
 _LEAST_PAIRS = 5
-_EFFECTS_OF_LOG_PROBS = (
-    *("token_mismatch", "sequence_mismatch", "is_weight", "low_probability", "spurious_token", "large_jacobian"),
-    *("teacher_gap", "non_finite", "unknown"),
+_MIMICKED = (
+    "token_mismatch",
+    "sequence_mismatch",
+    "is_weight",
+    "low_probability",
+    "spurious_token",
+    "large_jacobian",
+    "teacher_gap",
+    "non_finite",
+    "unknown",
 )
 """Causes that a bad rollout log-prob can mimic."""
-_LABELS = {meaning.factor: label for label, meaning in reversed(CAUSE_INFO.items())}
-"""Causes by the factor of the gradient that is furthest above typical."""
+_LABEL_BY_FACTOR = {info.factor: label for label, info in reversed(CAUSE_INFO.items())}
+"""Factor of the gradient that is furthest above typical -> cause."""
 GROUPED = {"grpo": "GRPO", "grpo_mean": "GRPO without the division", "rloo": "RLOO"}
 """Estimators that take an advantage from a group's rewards, with their names in sentences."""
 
@@ -132,11 +140,9 @@ def classify(
     cause = _by_factors(culprit, batch)
     if document is not None:
         return cause_in(culprit, cause, document)
-    label, numbers = _by_engine(culprit, row)
+    by_engine, numbers = _by_engine(culprit, row)
     is_advantage_finite = _are_finite(culprit.at("advantage"))
-    if cause.label not in _EFFECTS_OF_LOG_PROBS or not is_advantage_finite:
-        label = ""
-    label = label or cause.label
+    label = by_engine if by_engine and cause.label in _MIMICKED and is_advantage_finite else cause.label
     if label == "unknown" and min(abs(culprit.at("advantage") or 0.0), batch.advantage) > _UNSCALED:
         label = "extreme_advantage"  # the whole batch's are, so none stands out
         numbers["batch_advantage"] = batch.advantage
@@ -182,8 +188,8 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     ):
         if not _are_finite(*values):
             return Cause(label, numbers)
-    is_one = culprit.span == "token" or len(culprit.positions) == 1
-    jacobian = norm / abs(coefficient) if is_one and norm is not None and coefficient else None
+    is_one_token = culprit.span == "token" or len(culprit.positions) == 1
+    jacobian = norm / abs(coefficient) if is_one_token and norm is not None and coefficient else None
     distance = None if output is None or target is None else target - output
     excess = {signal.factor: _over(distance if signal.is_distance else target, signal.typical)}
     if signal.output == "value":  # a critic's
@@ -232,7 +238,7 @@ def _label_by_factor(
         predicted = (1 - math.exp(min(culprit.at("log_prob") or 0.0, 0.0))) / max(batch.one_minus_prob, _TINY)
         numbers["jacobian_predicted_by_probability"] = predicted
         return "low_probability" if excess[name] <= NOTABLE * predicted else "large_jacobian"
-    return _LABELS[name]
+    return _LABEL_BY_FACTOR[name]
 
 
 def _is_spurious(culprit: Culprit, batch: BatchStatistics) -> bool:
@@ -257,7 +263,7 @@ def _clamped_ratio(log_new: float | None, log_old: float | None) -> float | None
 
 
 def _over(value: float | None, typical: float | None) -> float:
-    """Return |value| / typical; 1 where either is not known."""
+    """Return |value| / typical; 1 where this cannot be known."""
     if value is None or typical is None or not math.isfinite(value) or typical <= _TINY:
         return 1.0
     return abs(value) / typical
@@ -322,7 +328,8 @@ def _by_engine(culprit: Culprit, row: Sequence[tuple[float, float]]) -> tuple[st
     is_filled_in = engines == 0.0
     least = APART if is_filled_in and is_old_known else _FAR
     is_unlike = is_filled_in or (abs(drift) <= APART and (engines < _EXCLUDED or (gap > 0 and is_old_known)))
-    return ("not_sampled" if is_unlike and abs(gap) > max(least, _MANY * (usual or 0.0)) else ""), numbers
+    is_not_sampled = is_unlike and abs(gap) > max(least, _TIMES_USUAL * (usual or 0.0))
+    return ("not_sampled" if is_not_sampled else ""), numbers
 
 
 def _shift(row: Sequence[tuple[float, float]]) -> int:

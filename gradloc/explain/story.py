@@ -153,11 +153,11 @@ def lede(event: Event) -> str:
     if event.is_without_tokens and len(event.culprits) == 1:  # no text shows which it is
         subject = f"{capitalized(_row_and_position(event, first))} carries"
     rest = "" if _is_part(event) else "; the other tokens pull the other way"
-    number_of, meaning = odd_number(first), cause_info(first.cause.label)
-    why = f": {f'{meaning.odd} {number_of}'.strip()}" if number_of else engine_words(first)
+    odd, info = odd_number(first), cause_info(first.cause.label)
+    why = f": {f'{info.odd} {odd}'.strip()}" if odd else engine_words(first)
     sentences = (
         f"{subject} {share} of the gradient{rest}." if share is not None else "",
-        f"{meaning.title}{why}.",
+        f"{info.title}{why}.",
         document_words(first),
         repeat_sentence(first),
         first_place(event),

@@ -283,9 +283,8 @@ class Updates:
         return by_rank.median(0).values
 
     def far(self, ranks: Ranks, since: int = 0) -> list[tuple[int, float]]:
-        """Return (number, times as far as usual) of the recent steps that moved the parameters far.
-
-        By the first process' part, for all. All ranks call this together.
+        """Return (number, times as far as usual) of the recent steps that moved the parameters far, the same on every
+        rank: by the first process' part. All ranks call this together.
 
         Args:
             ranks: all.
@@ -324,11 +323,11 @@ class Updates:
 
     @torch.no_grad()
     def before_last(self, index: int, saved: torch.Tensor, count: float) -> torch.Tensor | None:
-        """Return a parameter's local shard before the last step, from the optimizer's state; None where it cannot be.
+        """Return a parameter's local shard before the last step, by the optimizer's state; None where it is not known.
 
         Args:
             index: of the parameter.
-            saved: its local shard as it is now.
+            saved: its local shard now.
             count: its number of steps, from :meth:`num_steps`.
         """
         if self.last is None or self._optimizer is None:
@@ -344,14 +343,12 @@ class Updates:
         group = self._group(index)
         if group is None:
             return None
-        state = {**self._optimizer.state.get(self._params[index], {})}
+        kept = self._optimizer.state.get(self._params[index], {})
+        state = {name: _local(value, like) for name, value in kept.items()}
         if "step" in state:
             state["step"] = count
-        is_apart = "adamw" in type(self._optimizer).__name__.lower()
-        return {name: _local(value, like) for name, value in state.items()}, {
-            "decoupled_weight_decay": is_apart,
-            **group,
-        }
+        is_decoupled = "adamw" in type(self._optimizer).__name__.lower()
+        return state, {"decoupled_weight_decay": is_decoupled, **group}
 
     def num_steps(self) -> list[float]:
         """Return how many steps each parameter has had, read from the device at once."""
@@ -361,7 +358,7 @@ class Updates:
         return torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in given]).tolist()
 
     def moments(self, ranks: Ranks) -> Moments:
-        """Return what the moments say of the last step, by the first process' shards. All ranks call this together."""
+        """Return what Adam's moments say of the last step, by the first process' shards. All ranks call it together."""
         return ranks.broadcast_from(0, ranks.run_local_synced(self._moments))
 
     @torch.no_grad()
@@ -377,9 +374,9 @@ class Updates:
             first, second = (_number(each) for each in group["betas"])
             single = state["exp_avg"].float().square() * ((1 - second) / (1 - first) ** 2)
             square = state["exp_avg_sq"].float()
-            is_one = (single - square).abs() <= _ONE_GRADIENT * square
+            is_single = (single - square).abs() <= _ONE_GRADIENT * square
             decay = rate * _decoupled_decay(group) * weight.float()
-            parts = ((rate * direction).square(), decay.square(), direction.square(), is_one)
+            parts = ((rate * direction).square(), decay.square(), direction.square(), is_single)
             sums = sums.to(weight.device) + torch.stack([part.sum().double() for part in parts])
             num_elements += weight.numel()
         moved, decayed, squares, num_single = sums.tolist()
@@ -389,7 +386,7 @@ class Updates:
         return Moments(share, num_single > 0.9 * num_elements, math.sqrt(squares / num_elements))
 
     def _group(self, index: int) -> dict[str, Any] | None:
-        """Return the hyperparameters of the last step of a parameter; None for another optimizer's."""
+        """Return a parameter's hyperparameters in the last step; None where another optimizer has it."""
         assert self.last is not None
         for group, kept in zip(self._optimizer.param_groups, self.last.groups, strict=True):
             if any(self._params[index] is each for each in group["params"]):
@@ -397,11 +394,11 @@ class Updates:
         return None
 
     def under_decay(self, index: int, saved: torch.Tensor, before: torch.Tensor, decay: float) -> torch.Tensor:
-        """Return where AdamW's last step would have led under a smaller weight decay.
+        """Return a parameter's local shard as AdamW's last step would have left it under a smaller weight decay.
 
         Args:
             index: of the parameter.
-            saved: its local shard as it is now.
+            saved: its local shard now.
             before: its local shard before the last step.
             decay: the other weight decay; one that is larger than the group's own changes nothing.
         """

@@ -17,18 +17,7 @@ from ..core.gradients import GradientSpace
 from ..core.host_step import HostStep
 from ..core.ranks import Ranks
 from ..core.selection import mask_without
-from ..record import (
-    Action,
-    BatchStatistics,
-    Certificate,
-    Consequence,
-    Culprit,
-    Event,
-    Search,
-    Shares,
-    Step,
-    Trigger,
-)
+from ..record import Action, BatchStatistics, Certificate, Consequence, Culprit, Event, Search, Shares, Step, Trigger
 from ..record.bundle import BundleMeta, Sequence
 from ..record.columns import OF_A_TOKEN, exp
 from ..search.step_causes import NOTABLE_SHARE

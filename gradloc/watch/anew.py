@@ -21,7 +21,7 @@ from .head import SMALL, chunks, logit_gradient, logit_gradients
 from .step import LoopStep
 
 _SATURATED = 0.01  # of 1 - p: below it a coefficient is mostly rounding, and the others' median takes its place
-_UNLIKE = 0.3  # of dL/dz: where more is not of one log-prob, dL/dz itself is keep_first
+_UNLIKE = 0.3  # of dL/dz: where more than this is not of one log-prob, dL/dz itself is kept
 
 
 @dataclass
@@ -29,9 +29,9 @@ class TapRecorded(Recorded):
     """A record whose backward begins at the outputs of :class:`.forwarded.Graph`."""
 
     backward: Any = None
-    """Called with a selection, the outputs of a forward with a graph, and a unit."""
+    """(selection, outputs of a forward with a graph, unit) -> None: runs the backward."""
     selected: torch.Tensor | None = None
-    """What the next forward with a graph is for: the selection of the last :meth:`pull`."""
+    """The selection of the last :meth:`pull`, which the next forward with a graph is for."""
 
     def pull(self, selected: torch.Tensor | None) -> Any:
         self.selected = selected
@@ -58,20 +58,25 @@ class AnewMicroBatch:
     """One forward, and the loss's derivatives by each call of a head."""
 
     forwarded: RecordedForward
-    asked: Sequence[HeadGradient]
+    head_grads: Sequence[HeadGradient]
     recorded: TapRecorded = field(init=False)
 
     def __post_init__(self) -> None:
         self.recorded = TapRecorded(self.forwarded.rng, backward=self._backward)
 
+    @property
+    def is_hidden_alone(self) -> bool:
+        """Whether nothing but dL/dh is known."""
+        return all(head_grad.is_unknown for head_grad in self.head_grads)
+
     def _backward(self, selected: None, graph: Graph, unit: float = 1.0) -> None:
         """Run backward from the heads' outputs, or from h where nothing else is known."""
         roots, grads, hidden_grad = [], [], self.forwarded.hidden_grad
-        for output, asked in zip(graph.heads, self.asked, strict=True):
-            if output.requires_grad:  # DDP waits for each parameter, so a head gets zeros where nothing is known
+        for output, head_grad in zip(graph.heads, self.head_grads, strict=True):
+            if output.requires_grad:
                 roots.append(output)
-                grads.append(output.new_zeros(()).expand_as(output) if asked.is_unknown else _logit_grad(output, asked))
-        if all(asked.is_unknown for asked in self.asked) and graph.hidden is not None and hidden_grad is not None:
+                grads.append(_logit_grad(output, head_grad))
+        if self.is_hidden_alone and graph.hidden is not None and hidden_grad is not None:
             roots.append(graph.hidden)
             grads.append(hidden_grad.to(graph.hidden.device))
         graph.backward(roots, grads, self.forwarded.auxiliary_coefficient)
@@ -81,8 +86,8 @@ class AnewStep(LoopStep):
     """Some forwards of a step, to be run again as whole micro-batches.
 
     Args:
-        step: that they are of.
-        batches: the micro-batches.
+        step: the step of these forwards.
+        batches: its micro-batches that are run again.
         backward_factor: see :class:`~..core.step.TrainingStep`.
     """
 
@@ -92,25 +97,22 @@ class AnewStep(LoopStep):
 
     def forward(self, micro_batch: int, needs_entropy: bool = False) -> Any:
         batch = self.micro_batches[micro_batch]
-        return self.tap.graph(batch.forwarded, is_cut=all(asked.is_unknown for asked in batch.asked))
-
-
-_UNKNOWN = HeadGradient(None, None)
+        return self.tap.graph(batch.forwarded, is_cut=batch.is_hidden_alone)
 
 
 def follow_weights(step: Any) -> AnewStep:
     """Return a settled :class:`.tap_step.TapStep` as one whose loss follows the weights."""
     batches = []
     for each in step.micro_batches:
-        asked = []
+        head_grads = []
         for call in each.forwarded.head_calls:
             is_known = each.labels is not None and each.fit is not None and len(call.head.weight) > SMALL
             if step.form == "log_probs" and is_known:
                 where = call.place.positions(each.labels.device).reshape(-1)
-                asked.append(HeadGradient(each.labels.reshape(-1)[where], each.fit.parts[where, :4]))
+                head_grads.append(HeadGradient(each.labels.reshape(-1)[where], each.fit.parts[where, :4]))
             else:
-                asked.append(_UNKNOWN if call.logit_grad is None else HeadGradient(None, None, call.logit_grad))
-        batches.append(AnewMicroBatch(each.forwarded, asked))
+                head_grads.append(HeadGradient(None, None, call.logit_grad))
+        batches.append(AnewMicroBatch(each.forwarded, head_grads))
     return AnewStep(step, batches, step.backward_factor)
 
 
@@ -118,12 +120,13 @@ def follow_weights(step: Any) -> AnewStep:
 def keep_first(step: Any) -> AnewStep:
     """Return the first micro-batch of a healthy :class:`.tap_step.TapStep`, without the logits of its forward."""
     original = step.micro_batches[0].forwarded
-    asked = [_recover(call.logit_grad, call.output) for call in original.head_calls]
+    head_grads = [_recover(call.logit_grad, call.output) for call in original.head_calls]
     forwarded = copy.copy(original)
     forwarded.head_calls = [HeadCall(call.head, call.place) for call in original.head_calls]
-    if not all(each.is_unknown for each in asked):
+    batch = AnewMicroBatch(forwarded, head_grads)
+    if not batch.is_hidden_alone:
         forwarded.hidden_grad = None
-    return AnewStep(step, [AnewMicroBatch(forwarded, asked)])
+    return AnewStep(step, [batch])
 
 
 def _recover(logit_grad: torch.Tensor | None, output: torch.Tensor | None) -> HeadGradient:
@@ -131,18 +134,17 @@ def _recover(logit_grad: torch.Tensor | None, output: torch.Tensor | None) -> He
 
     dL/dz = c (onehot - p) has its largest entry at the label, where it is c (1 - p).
     """
-    if logit_grad is None:
-        return _UNKNOWN
-    if output is None or output.shape != logit_grad.shape or logit_grad.shape[-1] <= SMALL:
+    if logit_grad is None or output is None or output.shape != logit_grad.shape or logit_grad.shape[-1] <= SMALL:
         return HeadGradient(None, None, logit_grad)
     rows, whole = output.reshape(-1, output.shape[-1]), logit_grad.reshape(-1, logit_grad.shape[-1])
     labels, coefficients, off = [], [], whole.new_zeros((), dtype=torch.float32)
-    for part in chunks(len(rows), rows.shape[-1]):
-        logits, grads = rows[part].float(), whole[part].float()
+    for at in chunks(len(rows), rows.shape[-1]):
+        logits, grads = rows[at].float(), whole[at].float()
         label = grads.abs().argmax(-1)
-        apart = -torch.expm1(logits.log_softmax(-1).gather(-1, label.unsqueeze(-1)).squeeze(-1))
+        one_minus_p = -torch.expm1(logits.log_softmax(-1).gather(-1, label.unsqueeze(-1)).squeeze(-1))
         value = grads.gather(-1, label.unsqueeze(-1)).squeeze(-1)
-        c = torch.where(apart > _SATURATED, value / apart.clamp(min=_SATURATED), torch.nan).where(value != 0, 0.0)
+        c = torch.where(one_minus_p > _SATURATED, value / one_minus_p.clamp(min=_SATURATED), torch.nan)
+        c = c.where(value != 0, 0.0)
         c = c.where(~c.isnan(), c.nanmedian().nan_to_num() if bool(c.isfinite().any()) else 0.0)
         parts = torch.nn.functional.pad(c.unsqueeze(-1), (0, 3))
         off = off + (logit_gradient(logits, label, parts) - grads).square().sum()
@@ -153,9 +155,9 @@ def _recover(logit_grad: torch.Tensor | None, output: torch.Tensor | None) -> He
     return HeadGradient(torch.cat(labels), torch.cat(coefficients))
 
 
-def _logit_grad(output: torch.Tensor, asked: HeadGradient) -> torch.Tensor:
-    """Return dL/dz at these logits."""
-    if asked.labels is None or asked.parts is None:
-        assert asked.logit_grad is not None
-        return asked.logit_grad.to(output.dtype)
-    return logit_gradients(output.detach(), asked.labels, asked.parts)
+def _logit_grad(output: torch.Tensor, head_grad: HeadGradient) -> torch.Tensor:
+    """Return dL/dz at these logits; zeros where nothing is known, since DDP waits for each of a head's parameters."""
+    if head_grad.labels is not None and head_grad.parts is not None:
+        return logit_gradients(output.detach(), head_grad.labels, head_grad.parts)
+    known = head_grad.logit_grad
+    return output.new_zeros(()).expand_as(output) if known is None else known.to(output.dtype)

@@ -18,13 +18,14 @@ from ..core.fp32_head import precise_linear
 SMALL = 32
 """Outputs of a head up to which dL/dz is found as a whole, by the pseudo-inverse."""
 _CHUNK = 2**24  # logits in float32 at a time: 64 MiB
-_FITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 5e-3}
+_WEIGHT_ROWS = 4096  # rows of a head's weight that are cast to float32 at a time
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 5e-3}
 """Residual over the norm of dL/dh below which a position has the form; half precision rounds dL/dh itself."""
 
 
-def fits(dtype: torch.dtype) -> float:
-    """Return the residual that is rounding alone, for a model that computes in this precision."""
-    return _FITS.get(dtype, _FITS[torch.float32])
+def rounding(dtype: torch.dtype) -> float:
+    """Return the relative residual that is rounding alone, for a model that computes in this precision."""
+    return _TOLERANCES.get(dtype, _TOLERANCES[torch.float32])
 
 
 class Potentials(NamedTuple):
@@ -50,20 +51,21 @@ def potentials(logits: torch.Tensor, labels: torch.Tensor) -> Potentials:
 
 def logit_gradient(logits: torch.Tensor, labels: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     """Return dL/dz (N, V), in float32, of a loss whose derivatives by :class:`Potentials` are ``parts`` (N, K)."""
-    c, e, m, k = parts[:, :4].unsqueeze(-1).unbind(1)
+    by_log_prob, by_entropy, by_mean, by_log_sum_exp = parts[:, :4].unsqueeze(-1).unbind(1)
     log_probs = logits.float().log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(probs * log_probs).sum(-1, keepdim=True)
-    found = probs * (k - c - m - e * (log_probs + entropy)) + m / logits.shape[-1]
-    return found.scatter_add_(-1, labels.unsqueeze(-1), c)
+    common = by_log_sum_exp - by_log_prob - by_mean - by_entropy * (log_probs + entropy)
+    found = probs * common + by_mean / logits.shape[-1]
+    return found.scatter_add_(-1, labels.unsqueeze(-1), by_log_prob)
 
 
 def logit_gradients(logits: torch.Tensor, labels: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     """Return :func:`logit_gradient` of logits (..., V), in their own shape and dtype."""
     rows = logits.reshape(-1, logits.shape[-1])
     out = torch.empty_like(rows)
-    for part in chunks(len(rows), rows.shape[-1]):
-        out[part] = logit_gradient(rows[part], labels[part], parts[part]).to(out.dtype)
+    for at in chunks(len(rows), rows.shape[-1]):
+        out[at] = logit_gradient(rows[at], labels[at], parts[at]).to(out.dtype)
     return out.view_as(logits)
 
 
@@ -108,9 +110,9 @@ def fit(
         further: (E, H) rows of heads with few outputs, whose dL/dz are the parts from the fifth on; None without any.
     """
     found = []
-    for part in chunks(len(hidden), len(weight)):
-        others = labels[part, None] if neighbours is None else neighbours[part]
-        found.append(_fit(hidden[part], weight, bias, labels[part], pulls[part].float(), tolerance, others, further))
+    for at in chunks(len(hidden), len(weight)):
+        others = labels[at, None] if neighbours is None else neighbours[at]
+        found.append(_fit(hidden[at], weight, bias, labels[at], pulls[at].float(), tolerance, others, further))
     known = Potentials(*(torch.cat(each) for each in zip(*(each.potentials for each in found), strict=True)))
     joined = {name: torch.cat([getattr(each, name) for each in found]) for name in Fit._fields if name != "potentials"}
     return Fit(potentials=known, **joined)
@@ -131,8 +133,8 @@ def _fit(
     log_probs = logits.log_softmax(-1)
     probs = log_probs.exp()
     entropy = -(probs * log_probs).sum(-1, keepdim=True)
-    expected, mean = mixed(probs, weight), weight.float().mean(0)
-    tilted = mixed(probs * (log_probs + entropy), weight)
+    expected, mean = matmul(probs, weight), weight.float().mean(0)
+    tilted = matmul(probs * (log_probs + entropy), weight)
 
     def solved(labels: torch.Tensor, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         own = weight[labels].float() - expected[rows]
@@ -149,7 +151,7 @@ def _fit(
         again, left = solved(best, bad)
         better = left < residual[bad]
         rows = bad[better]
-        labels, parts, residual = labels.clone(), parts, residual
+        labels = labels.clone()
         labels[rows], parts[rows], residual[rows] = best[better], again[better], left[better]
     known = potentials(logits, labels)
     rank = (logits > logits.gather(-1, labels.unsqueeze(-1))).sum(-1)
@@ -171,8 +173,8 @@ def _likeliest(
     along = None if further is None else torch.linalg.qr(further.float().T).Q
     best, labels = pull.new_full((len(pull),), -1.0), torch.zeros(len(pull), dtype=torch.long, device=pull.device)
     pull, expected = across(pull), across(expected)
-    for first in range(0, len(weight), 4096):
-        rows = across(weight[first : first + 4096].float())
+    for first in range(0, len(weight), _WEIGHT_ROWS):
+        rows = across(weight[first : first + _WEIGHT_ROWS].float())
         aligned = pull @ rows.T - (pull * expected).sum(-1, keepdim=True)
         square = rows.square().sum(-1) - 2 * expected @ rows.T + expected.square().sum(-1, keepdim=True)
         cosine, index = (aligned.abs() * square.clamp(min=1e-20).rsqrt()).nan_to_num().max(-1)
@@ -188,7 +190,7 @@ def fit_small(pulls: torch.Tensor, rows: torch.Tensor, tolerance: float) -> tupl
 
 
 def chunks(count: int, width: int) -> Iterator[slice]:
-    """Cut positions so that a part's logits in float32 stay small."""
+    """Yield slices of the positions, so short that a slice's logits in float32 stay small."""
     most = max(_CHUNK // max(width, 1), 1)
     for first in range(0, max(count, 1), most):
         yield slice(first, first + most)
@@ -197,15 +199,15 @@ def chunks(count: int, width: int) -> Iterator[slice]:
 def typical_size(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the median norm of d log_prob / dh at these positions (N, H), of arbitrary labels: a scalar."""
     labels = torch.arange(len(hidden), device=hidden.device) % len(weight)
-    expected = mixed(precise_linear(hidden, weight, bias).softmax(-1), weight)
+    expected = matmul(precise_linear(hidden, weight, bias).softmax(-1), weight)
     return (weight[labels].float() - expected).norm(dim=-1).median()
 
 
-def mixed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply (N, V) in float32 by a weight (V, H) of any precision, some rows of it at a time."""
     out = values.new_zeros(len(values), weight.shape[1])
-    for first in range(0, len(weight), 4096):
-        out.addmm_(values[:, first : first + 4096], weight[first : first + 4096].float())
+    for first in range(0, len(weight), _WEIGHT_ROWS):
+        out.addmm_(values[:, first : first + _WEIGHT_ROWS], weight[first : first + _WEIGHT_ROWS].float())
     return out
 
 

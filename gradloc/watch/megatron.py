@@ -32,7 +32,8 @@ _KEPT = (
 )
 """Attributes of Megatron's optimizers: the model's parameters, and their own for them; the first two are unsharded."""
 _DECOUPLED = ("model_float16_groups", "shard_float16_groups"), _KEPT[-1]
-"""Attributes of the precision-aware optimizer: shards of the model's own, with float32 copies elsewhere."""
+"""The same of the precision-aware optimizer: shards of the model's own, with float32 copies elsewhere."""
+# values of Megatron's own settings in a loop, of its model, DDP and optimizer: no search was run with others
 _NEEDED = {
     "num_moe_experts": None,
     "mtp_num_layers": None,
@@ -48,7 +49,6 @@ _NEEDED = {
 }
 _NEEDED_OF_DDP = {"overlap_param_gather": False, "use_megatron_fsdp": False}
 _NEEDED_OF_OPTIMIZER = {"use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
-"""Values of Megatron's own settings in a loop: no search was run with others."""
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -208,21 +208,19 @@ class MegatronEngine:
 
 
 class _Decoupled(WeightView):
-    """A parameter of the precision-aware optimizer: in 16 bits, with a float32 gradient under another name.
+    """A parameter of the precision-aware optimizer: in 16 bits, with a float32 gradient under another name."""
 
-    ``of`` is the optimizer's own.
-    """
-
-    of: torch.Tensor
+    param: torch.Tensor
+    """The optimizer's own."""
     grad = property(
-        lambda self: getattr(self.of, "decoupled_grad", None),
-        lambda self, grad: setattr(self.of, "decoupled_grad", grad),
+        lambda self: getattr(self.param, "decoupled_grad", None),
+        lambda self, grad: setattr(self.param, "decoupled_grad", grad),
     )
 
     @staticmethod
     def over(param: torch.Tensor) -> "_Decoupled":
         view = _Decoupled(param.detach(), requires_grad=False)
-        view.of = param
+        view.param = param
         return view
 
     def element_size(self) -> int:

@@ -139,7 +139,8 @@ class Notes:
             self.tap.stage = None
         forwards = [each for each in self.tap.forwards if each.stage is stage]
         is_head_inlined = self.tap.has_trained_head and any(not each.head_calls for each in forwards)
-        if not forwards or is_head_inlined or self.tap.has_failed or not all(each.is_done for each in forwards):
+        is_done = bool(forwards) and all(each.is_done for each in forwards)
+        if is_head_inlined or self.tap.has_failed or not is_done:
             why = "the head's weight is used without a call of the head" if is_head_inlined else "no gradient passed by"
             raise RuntimeError(f"Watch.stage: the {name} stage was not kept to ({why}); take no step of this gradient")
 
@@ -154,7 +155,7 @@ def checked_notes(
     """Check what a loop noted, and return it: ``mask`` and ``ids`` (B, T), ``rows``, and ``tensors`` (B, T) by name.
 
     Args:
-        size: B and T of the forward where no mask is given; None: there is no forward.
+        size: B and T of the last forward, used where no mask is given; None without a forward.
         mask: (B, T), or None.
         ids: (B, T), or None.
         rows: B names, or None.

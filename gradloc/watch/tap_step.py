@@ -31,7 +31,7 @@ from ..core.step import Details, Outputs, Recorded, TrainingStep, only
 from ..loop.batch import NO_TOKEN, Rows, stack_rows
 from .anew import TapRecorded, follow_weights, keep_first
 from .forwarded import Graph, RecordedForward, returned_log_probs
-from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, fits, logit_gradients, mixed, potentials
+from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, logit_gradients, matmul, potentials, rounding
 from .rows import attention_mask, summaries
 from .step import LoopStep
 from .taps import ModelTap
@@ -288,7 +288,7 @@ class TapStep(LoopStep):
         off, whole, rest, unexplained = self.ranks.sum([off, whole, float(has_rest), unexplained])
         self.has_rest, self.residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
         is_labelled = self.ranks.all(all(batch.labels is not None for batch in micro_batches))
-        most = _NUM_TOLERANCES * fits(micro_batches[0].dtype)
+        most = _NUM_TOLERANCES * rounding(micro_batches[0].dtype)
         is_kept = unexplained != math.inf and not unexplained > most**2 * whole
         is_formed = is_labelled and not self.residual > most
         # parts: log-prob and entropy first, then mean log-prob, log-sum-exp and the outputs of small heads
@@ -313,7 +313,7 @@ class TapStep(LoopStep):
         batch.dots = (h.float() * grads.float()).sum(-1)
         head, small = _split_heads(heads)
         further = torch.cat([each.weight for each in small]) if small else None
-        tolerance = fits(batch.dtype)
+        tolerance = rounding(batch.dtype)
         if head is None:
             if further is not None:
                 parts, residual = fit_small(grads, further, tolerance)
@@ -411,7 +411,7 @@ class TapStep(LoopStep):
         )
         for head, where, grad in batch.calls(rest.device):
             for part in chunks(len(grad), len(head.weight)):
-                rest.index_add_(0, where[part], mixed(grad[part].float(), head.weight), alpha=-1.0)
+                rest.index_add_(0, where[part], matmul(grad[part].float(), head.weight), alpha=-1.0)
         return float(rest.double().square().sum())
 
     def _biases(self, batch: TapMicroBatch) -> torch.Tensor:

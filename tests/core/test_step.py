@@ -10,15 +10,7 @@ from gradloc.core.gradients import GradientSpace
 from gradloc.core.host_step import HostStep, to_host
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
-from gradloc.core.step import (
-    Details,
-    LossReplay,
-    Outputs,
-    Recorded,
-    has_finite_loss,
-    kl_coefficients,
-    run_backward,
-)
+from gradloc.core.step import Details, LossReplay, Outputs, Recorded, has_finite_loss, kl_coefficients, run_backward
 from gradloc.fault.reference import with_live_loss
 from tests.toy_model import Loss, ToyStep, build, random_batch, shard
 

@@ -167,7 +167,7 @@ class CriticWatch(ActorWatch):
             self.step = CriticStep(self.critic, self.ranks.size)
             self.localizer.begin_mini_batch(self.step)
         else:
-            self.after_backward()  # of the one before
+            self.after_backward()  # of the micro-batch before this one
         return self.step.record_forward(micro_batch)
 
     def _optimizer_step(self) -> torch.Tensor:
@@ -177,7 +177,7 @@ class CriticWatch(ActorWatch):
 
 
 ASKED_KEY = RECORD_KEY = "gradloc_analysis"
-"""Key of the request in a batch's meta info, and of the record among a worker's metrics."""
+"""Key of the request in a batch's meta info, and key of the record among a worker's metrics."""
 
 
 class _Analysing(BasePPOActor):
@@ -193,12 +193,12 @@ class _Analysing(BasePPOActor):
         ranks, temperature = ranks_of(self), data.meta_info["temperature"]
         space = GradientSpace(self.actor_module, ranks)
 
-        def made() -> Analysed:
+        def prepare() -> Analysed:
             step = AnalysedActorStep(self, data, temperature, ranks)
             optimizer, clip = self.actor_optimizer, self._clip_grad_norm
             return Analysed(step, step.label, space, ranks, optimizer, clip, self.config.grad_clip)
 
-        return {RECORD_KEY: measure(made, space, data.meta_info[ASKED_KEY])}
+        return {RECORD_KEY: measure(prepare, space, data.meta_info[ASKED_KEY])}
 
 
 class _Schedule:

@@ -28,27 +28,12 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 from ...analysis.parts import BUCKET_KEY
 from ...core.memory_plans import logit_bytes
 from ...core.ranks import Ranks
-from ...core.step import (
-    NUM_TOKENS,
-    ByRow,
-    Details,
-    MicroBatch,
-    Outputs,
-    Recorded,
-    backward_factor,
-)
+from ...core.step import NUM_TOKENS, ByRow, Details, MicroBatch, Outputs, Recorded, backward_factor
 from ...keys import ROW_KEY
 from ...private_api import replaced
 from ...reweighting.stages import STAGE_MASK_KEY
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.losses import (
-    WEIGHTS,
-    ActorLoss,
-    AnalysedLoss,
-    changed,
-    setting_of,
-    token_weights,
-)
+from ..verl_common.losses import WEIGHTS, ActorLoss, AnalysedLoss, changed, setting_of, token_weights
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
@@ -96,15 +81,15 @@ def nested_rows(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
 FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "values": "log_prob"}
 """Key of verl's model output -> field of a record; values are a critic's."""
 
-
-_PER_TOKEN = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights", "response_mask")
+_PER_TOKEN = ("advantages", "old_log_probs", "rollout_log_probs", WEIGHTS, "response_mask")
+"""Tensors (B, T) of the batch that the loss reads, by verl's names."""
 _DISTILLED = "distillation_loss."
-"""Prefix of settings that belong to another config."""
+"""Prefix of the settings that are in verl's distillation config, and not in the actor's."""
 
 
 @dataclass
 class EngineMicroBatch(MicroBatch):
-    """Its inputs are verl's TensorDict."""
+    """A micro-batch whose inputs are verl's TensorDict."""
 
     packed: dict[str, torch.Tensor] = field(default_factory=dict)
     """Fields of the record as verl's model gave them and the backward delivered them, (N,), until they are read."""
@@ -118,7 +103,7 @@ class EngineMicroBatch(MicroBatch):
         while self.packed:
             name = next(iter(self.packed))
             setattr(self.recorded, name, self.layout.unpack(self.packed[name]))
-            del self.packed[name]  # only once that has gone well
+            del self.packed[name]  # last, so that a failure loses nothing
         return self.recorded
 
 
@@ -225,8 +210,8 @@ class EngineStep(ActorLoss, ByRow):
         vocabulary = getattr(module.config.get_text_config(), "vocab_size", 0)
         has_entropy = tu.get_non_tensor_data(data=first, key="calculate_entropy", default=False)
         is_whole = has_entropy and not self.engine.engine_config.entropy_from_logits_with_chunking
-        each = logit_bytes(self.temperature != 1, is_whole)
-        return int(max(sizes) * vocabulary * each) // self.engine.ulysses_sequence_parallel_size
+        bytes_each = logit_bytes(self.temperature != 1, is_whole)
+        return int(max(sizes) * vocabulary * bytes_each) // self.engine.ulysses_sequence_parallel_size
 
     @property
     def without_kl(self) -> dict[str, Any] | None:
@@ -238,7 +223,7 @@ class EngineStep(ActorLoss, ByRow):
 
     def loss_inputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
         data = self._data(micro_batch)
-        return {} if self.is_value else {each: padded(data[each]) for each in _PER_TOKEN if each in data}
+        return {} if self.is_value else {name: padded(data[name]) for name in _PER_TOKEN if name in data}
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -303,11 +288,9 @@ class AnalysedEngineStep(EngineStep, AnalysedLoss):
 
     def label(self, name: str, micro_batch: int) -> torch.Tensor:
         """Return a tensor that the driver sent with the rows, (B,) or (B, T)."""
-        values, length = (
-            padded(self.micro_batches[micro_batch].inputs[name]),
-            self.micro_batches[micro_batch].layout.length,
-        )
-        return values.flatten() if name == BUCKET_KEY else values[:, :length]
+        batch = self.micro_batches[micro_batch]
+        values = padded(batch.inputs[name])
+        return values.flatten() if name == BUCKET_KEY else values[:, : batch.layout.length]
 
     def weight_of(self, micro_batch: int, term: str, mode: str) -> tuple[float, bool]:
         mask = self.token_mask(micro_batch)

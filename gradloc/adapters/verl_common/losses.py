@@ -38,7 +38,7 @@ _BY_SEQUENCE = "seq-mean-token-mean"
 
 
 def changed(config: Any, **values: Any) -> Any:
-    """Return a copy of a frozen config with other values; ``policy_loss.loss_mode`` is a name inside of a block."""
+    """Return a copy of a frozen config with other values, by dotted names such as ``policy_loss.loss_mode``."""
     config = copy.copy(config)
     for name, value in values.items():
         name, _, inner = name.partition(".")
@@ -200,9 +200,8 @@ def aggregation_mode(config: Any) -> str:
 
 def _counts_empty_rows(config: Any) -> bool:
     """Return whether the policy loss is a mean over all rows, even those without a token, as geo_mean's is."""
-    rows = [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    one, both = (_policy_loss(config, _BY_SEQUENCE, mask) for mask in (rows[:1], rows))
-    return one != both
+    row, empty_row = [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    return _policy_loss(config, _BY_SEQUENCE, [row]) != _policy_loss(config, _BY_SEQUENCE, [row, empty_row])
 
 
 def _policy_loss(config: Any, mode: str, mask: Sequence[Any] = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0))) -> float:
@@ -218,7 +217,7 @@ def _policy_loss(config: Any, mode: str, mask: Sequence[Any] = ((1.0, 0.0, 0.0),
 
 
 class ActorLoss(LossReplay):
-    """A step of verl's actor that can compute its loss under other settings; an adapter knows where its tensors are."""
+    """A step of verl's actor that can compute its loss under other settings, from tensors that an adapter finds."""
 
     config: Any
     """verl's actor config."""
@@ -267,11 +266,9 @@ class AnalysedLoss(ActorLoss):
             share = float(tokens.sum() / all_tokens.sum())
         else:
             share = float((tokens / all_tokens.clamp(min=1)).sum() / (all_tokens > 0).sum())
-        value = self._loss_of(selected, micro_batch, terms["task"])
-        if term == "task":
-            is_sum = is_sum or _counts_empty_rows(self.config)
-        else:
-            value = self._loss_of(selected, micro_batch, terms[term]) - value
+        task = self._loss_of(selected, micro_batch, terms["task"])
+        value = task if term == "task" else self._loss_of(selected, micro_batch, terms[term]) - task
+        is_sum = is_sum or (term == "task" and _counts_empty_rows(self.config))
         return weight * share, value / self.num_ranks * (1.0 if is_sum else share)
 
     def _loss_of(self, selected: torch.Tensor, micro_batch: int, settings: Mapping[str, Any]) -> float:
