@@ -91,13 +91,14 @@ def _fetch(name: str, folder: str) -> Path:
     return Path(folder) / f"{name}.tar.gz"
 
 
-def seam(path: str, before: bytes | None, after: bytes, context: int = PATCH_CONTEXT) -> str:
+def file_diff(path: str, before: bytes | None, after: bytes, context: int = PATCH_CONTEXT) -> str:
     """Return the section that turns ``before`` into ``after``, or adds it, in git's format."""
     lines = list(difflib.unified_diff(split((before or b"").decode()), split(after.decode()), n=context))
-    head, old = f"index {blob_id(before or b'')}..{blob_id(after)} 100644\n", f"a/{path}"
     if before is None:
-        head, old = f"new file mode 100644\nindex {'0' * 40}..{blob_id(after)}\n", "/dev/null"
-    return f"diff --git a/{path} b/{path}\n{head}--- {old}\n+++ b/{path}\n" + "".join(lines[2:])
+        head = f"new file mode 100644\nindex {'0' * 40}..{blob_id(after)}\n--- /dev/null\n"
+    else:
+        head = f"index {blob_id(before)}..{blob_id(after)} 100644\n--- a/{path}\n"
+    return f"diff --git a/{path} b/{path}\n{head}+++ b/{path}\n" + "".join(lines[2:])
 
 
 def check_text(path: str, data: bytes) -> bytes:
@@ -108,15 +109,14 @@ def check_text(path: str, data: bytes) -> bytes:
     return data
 
 
-def results(base: Base, tree: Path) -> dict[str, bytes]:
-    """Return path -> content of the patched and the new files."""
+def patched_files(base: Base, tree: Path) -> dict[str, bytes]:
+    """Return path -> content of verl's files with the seams, and of the new ones."""
     made: dict[str, bytes] = {}
     for place in sorted(path for path in base.folder.glob("*/**/*") if path.is_file() and path.suffix != ".pyc"):
         made[place.relative_to(base.folder).as_posix()] = place.read_bytes()
-    for path, data in [one for one in made.items() if one[0].endswith(".patch")]:
-        for name, file in parse(data).items():
-            made[name] = file.forward(read_plain(tree, name).content)
-        del made[path]
+    for source in [path for path in made if path.endswith(".patch")]:
+        for path, file in parse(made.pop(source)).items():
+            made[path] = file.forward(read_plain(tree, path).content)
     return {path: check_text(path, data) for path, data in sorted(made.items())}
 
 
@@ -124,10 +124,10 @@ def compose(overrides: Path, version: str) -> dict[str, bytes]:
     """Return name -> content of the files in patches/."""
     files, entries = dict[str, bytes](), list[dict[str, str]]()
     for base in bases(overrides).values():
-        made = results(base, tree := ensure_base(base))
+        made = patched_files(base, tree := ensure_base(base))
         if (said := re.findall(rb'^VERSION = "(.*?)"', made.get(SEAM, b""), re.M)) not in ([], [version.encode()]):
             raise Refusal("build-version", seam=SEAM, said=said[0].decode(), version=version)
-        sections = [seam(path, read_plain(tree, path).content, data) for path, data in made.items()]
+        sections = [file_diff(path, read_plain(tree, path).content, data) for path, data in made.items()]
         patch = (_PREAMBLE.format(tag=base.tag, commit=base.commit, version=version) + "".join(sections)).encode()
         for path, file in parse(patch).items():
             file.forward(read_plain(tree, path).content)
@@ -144,7 +144,7 @@ def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator
     so is one that the patch is not on: no seam is ever dropped. Yield what was taken, and what was left out.
     """
     tree, lacking = ensure_base(base), list[str]()
-    ours, given = results(base, tree), remembered(target.root)[0]
+    ours, given = patched_files(base, tree), remembered(target.root)[0]
     files = parse(given or patch.read_bytes()) if given or patch.is_file() else {}
     for path in sorted({*ours, *also}):
         found, verls = read_plain(target.root, path), read_plain(tree, path)
@@ -159,7 +159,7 @@ def take(target: Checkout, base: Base, patch: Path, also: list[str]) -> Iterator
                 lines = [line.rstrip() for line in difflib.unified_diff(here, there, n=0)]
                 raise Refusal("take-both-sides", path=path, lines=lines)
             before, after = verls.content, check_text(path, found.content)
-            diff = after if before is None else seam(path, before, after, SOURCE_CONTEXT).encode()
+            diff = after if before is None else file_diff(path, before, after, SOURCE_CONTEXT).encode()
             write_file(base.folder / (path if before is None else f"{path}.patch"), diff)
             yield f"taken: {path}"
     if lacking:

@@ -103,22 +103,26 @@ class FileState:
 
 
 def read_plain(root: Path, path: str) -> FileState:
-    """Read the plain file ``path``."""
-    place = root
+    """Read the plain file ``path``, and follow no link on the way to it."""
+    whole, place = root / path, root
     try:
         for part in Path(path).parts:
             place /= part
-            if not stat.S_ISDIR(mode := place.lstat().st_mode) and place != root / path:
+            mode = place.lstat().st_mode
+            if place == whole:
+                return FileState(read_regular(place))
+            if not stat.S_ISDIR(mode):
                 break
-        else:
-            return FileState(read_regular(place))
     except FileNotFoundError:
         return FileState(None)
-    except OSError as error:
-        if isinstance(error, PermissionError):
-            return FileState(None, "it may not be read")
-    kind, is_parent = next((name for test, name in _KINDS if test(mode)), "something"), place != root / path
-    return FileState(None, f"{place.relative_to(root)} is {kind}, no folder" if is_parent else f"{kind} is in the way")
+    except PermissionError:
+        return FileState(None, "it may not be read")
+    except OSError:
+        pass  # no plain file
+    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something")
+    if place == whole:
+        return FileState(None, f"{kind} is in the way")
+    return FileState(None, f"{place.relative_to(root)} is {kind}, no folder")
 
 
 def do(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -61,8 +61,8 @@ def cast_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def cast_bytes(module: torch.nn.Module) -> int:
-    """Return what :func:`float32_forwards` takes for casts: of the largest layer, of what is in none, and of FSDP2's
-    shards. Bytes."""
+    """Return the bytes that :func:`float32_forwards` takes for casts: of the largest layer, of the weights in no layer,
+    and of FSDP2's shards."""
     casts = _Casts(cast_weights(module), None)
 
     def size(places: list[_Place]) -> int:
@@ -77,7 +77,7 @@ def cast_bytes(module: torch.nn.Module) -> int:
 
 def shifted_weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the weights kept in half precision that :func:`float32_forwards` shifts: those that it casts, and FSDP2's
-    shards, which are gathered from a float32 copy."""
+    shards, which it gathers from a float32 copy."""
     sharded = (param.sharded_param for param in fsdp2_params(fsdp2_units(module)))
     return [*cast_weights(module), *(param for param in sharded if param.dtype in HALVES)]
 
@@ -258,7 +258,7 @@ _GATHERED = (
     "reduce_dtype",
     "_sharded_param_data",
 )
-"""The attributes of FSDP2's parameter that hold its gathered copy, and what that is gathered from."""
+"""Attributes of FSDP2's parameter: its gathered copy, and what that is gathered from."""
 
 
 @contextmanager
@@ -313,6 +313,8 @@ def _cast_by_layer(module: torch.nn.Module, shift: Shift | None) -> Iterator[Non
 
 
 def _wide_inputs(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast a forward's inputs from half precision to float32."""
+
     def wide(value: Any) -> Any:
         return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALVES else value
 

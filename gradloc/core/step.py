@@ -397,7 +397,7 @@ class LossReplay(TrainingStep):
 
     def would_change(self, settings: Mapping[str, Any]) -> bool:
         """Return whether this loss has all of these settings, and at least one at another value."""
-        try:
+        try:  # in a list, so that every setting is looked up, also behind one that differs
             return any([self.setting(name) != value for name, value in settings.items()])
         except (LookupError, AttributeError):
             return False

@@ -52,7 +52,7 @@ def in_copies(folders: list[Path], work: Callable[..., Any], jobs: list[tuple[An
     free = context.SimpleQueue()
     for folder in folders:
         free.put(folder)
-    workers = ProcessPoolExecutor(len(folders), context, _settle, (free,))
+    workers = ProcessPoolExecutor(len(folders), context, _take_folder, (free,))
     try:
         for done in as_completed([workers.submit(_work_here, work, *job) for job in jobs]):
             yield done.result()
@@ -60,7 +60,8 @@ def in_copies(folders: list[Path], work: Callable[..., Any], jobs: list[tuple[An
         workers.shutdown(cancel_futures=True)
 
 
-def _settle(free: Any) -> None:
+def _take_folder(free: Any) -> None:
+    """Make one of the free folders this worker's own."""
     global _HERE
     _HERE = free.get()
 
@@ -83,7 +84,7 @@ def run_tests(folder: Path, files: list[str], plugin: Any, seconds: float) -> di
     pid = os.fork()
     if not pid:
         try:
-            _be_pytest(folder, int(seconds))
+            _prepare_fork(folder, int(seconds))
             code = pytest.main(_OPTIONS + files, plugins=[plugin])
             result.write_text(json.dumps({"code": int(code), "result": plugin.result}))
         finally:
@@ -103,7 +104,8 @@ def run_tests(folder: Path, files: list[str], plugin: Any, seconds: float) -> di
 _OPTIONS = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
-def _be_pytest(folder: Path, seconds: int) -> None:
+def _prepare_fork(folder: Path, seconds: int) -> None:
+    """Move this fork into the copy, its output into a file, and itself into a process group with a time limit."""
     os.setsid()
     os.chdir(folder)
     sys.path[0] = os.environ["PYTHONPATH"] = str(folder)
@@ -152,8 +154,9 @@ class Traced:
 
     @staticmethod
     def _is_quick(item: Any) -> bool:
-        in_process = item.path.name == "test_faults.py"
-        starts_processes = item.get_closest_marker("full") and "patchkit" in item.path.parts and not in_process
+        # patchkit's longer tests start processes, except for those of test_faults.py
+        is_of_patchkit = "patchkit" in item.path.parts and item.path.name != "test_faults.py"
+        starts_processes = is_of_patchkit and item.get_closest_marker("full")
         needs_verl = NEED_VERL & {*getattr(item, "fixturenames", ())}
         return not (starts_processes or needs_verl or any(map(item.get_closest_marker, LEFT_OUT)))
 
@@ -162,8 +165,8 @@ class Traced:
         for hits in self._hits.values():
             hits[:] = bytes(len(hits))
         self._failed, began = False, time.process_time()
-        threading.settrace(self._call)
-        sys.settrace(self._call)
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
         try:
             return (yield)
         finally:
@@ -180,7 +183,7 @@ class Traced:
         found = {path: [line for line, is_hit in enumerate(hits[:]) if is_hit] for path, hits in self._hits.items()}
         return {Path(path).relative_to(self._folder).as_posix(): lines for path, lines in found.items() if lines}
 
-    def _call(self, frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
+    def _trace(self, frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
         hits = self._hits.get(frame.f_code.co_filename)
         if hits is None:
             return None

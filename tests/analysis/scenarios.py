@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios that every rank runs together: split a gradient, hold it against training's own."""
+"""Scenarios that every rank runs together: split a gradient, and compare the parts with training's own."""
 
 import copy
 from contextlib import nullcontext
@@ -56,7 +56,7 @@ def norm(shard: torch.Tensor) -> float:
 
 
 def by_bucket(trainer: Any, batch: Any, buckets: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The gradient of each term as the sum of its buckets' parts, and what the workers answer."""
+    """Return each term's gradient as the sum of its buckets' parts, and the workers' answer."""
     module, made = ours("analysis.parts"), []
 
     class Noted(module.Parts):
@@ -70,7 +70,7 @@ def by_bucket(trainer: Any, batch: Any, buckets: list[int]) -> tuple[dict[str, t
 
 
 def with_buckets(batch: Any, buckets: list[int]) -> Any:
-    """The batch as the trainer sends it to the workers."""
+    """Return the batch as the trainer sends it to the workers."""
     batch = batch.select(deepcopy=True)
     batch.batch["gradloc_bucket"] = torch.tensor(buckets)
     batch.meta_info["gradloc_num_buckets"] = max(buckets) + 1
@@ -78,7 +78,7 @@ def with_buckets(batch: Any, buckets: list[int]) -> Any:
 
 
 def split(overrides: list[str], dump_dir: str, buckets: list[int] = UNEVEN) -> dict[str, Any]:
-    """Split a batch's gradient; how far its parts are from what they should add up to."""
+    """Split a batch's gradient; return how far its parts are from what they should add up to."""
     batch = make_batch(len(buckets))
     trainer = make_trainer(TERMS + overrides, dump_dir)
     training, loss = training_step(trainer, batch)

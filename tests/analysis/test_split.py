@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the gradient in verl's actor, on two ranks: they add up, and nothing notices; test_parts.py has each."""
+"""The parts of the gradient in verl's actor, on two ranks: they add up, and training is the same without the analysis.
+
+Each part by itself is tested in test_parts.py.
+"""
 
 import pytest
 
@@ -50,9 +53,8 @@ def test_a_rank_without_a_row_of_the_bucket_keeps_its_peers_company(world, dump_
 @default_on(verl07=("quartiles",), verl09=("quartiles",))
 @pytest.mark.parametrize("kind", ["buckets", "quartiles"])
 def test_a_row_that_fills_up_the_ranks_weighs_nothing(world, dump_dir, kind):
-    alone = actor(ppo_micro_batch_size_per_gpu=1)
-    outs = [world.run(RUN + "with_filling_row", kind=kind, dump_dir=dump_dir, overrides=of)[0] for of in ([], alone)]
-    for out in outs:
+    for overrides in ([], actor(ppo_micro_batch_size_per_gpu=1)):
+        out = world.run(RUN + "with_filling_row", kind=kind, dump_dir=dump_dir, overrides=overrides)[0]
         assert out["same"]
         if kind == "buckets":
             assert sum(weights[0] for weights in out["weights"]) == pytest.approx(1.0)

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchkit.build import seam
+from patchkit.build import file_diff
 from patchkit.patch import blob_id, hidden_character, parse
 from patchkit.refusal import MAX_LISTED, Refusal, capped
 from tests.patchkit.world import ACTOR, BASE, RESULT
 
 TEXT = st.lists(st.sampled_from("abcde"), max_size=30).map(lambda lines: "".join(f"{line}\n" for line in lines))
-GOOD = seam(ACTOR, BASE[ACTOR].encode(), RESULT[ACTOR].encode())
-NEW = seam("verl/new.py", None, b"x = 1\ny = 2\n")
+GOOD = file_diff(ACTOR, BASE[ACTOR].encode(), RESULT[ACTOR].encode())
+NEW = file_diff("verl/new.py", None, b"x = 1\ny = 2\n")
 
 
 @settings(max_examples=100)
@@ -22,7 +22,7 @@ NEW = seam("verl/new.py", None, b"x = 1\ny = 2\n")
 def test_forward_and_backward_are_exact(before, after, context):
     if before == after or not before or not after:
         return
-    file = parse(seam("verl/a.py", before.encode(), after.encode(), context).encode())["verl/a.py"]
+    file = parse(file_diff("verl/a.py", before.encode(), after.encode(), context).encode())["verl/a.py"]
     assert file.forward(before.encode()) == after.encode() and file.backward(after.encode()) == before.encode()
 
 
@@ -58,7 +58,7 @@ HOSTILE = {
     "a hunk too short": GOOD.removesuffix("actor line 13\n").removesuffix(" "),
     "a hunk too long": GOOD + " more\n",
     "a hunk that ends elsewhere": GOOD.replace("+8,7", "+9,7"),
-    "a hunk without a line around it": seam(ACTOR, b"a\n", b"a\nb\n", 0),
+    "a hunk without a line around it": file_diff(ACTOR, b"a\n", b"a\nb\n", 0),
     "a hidden character": GOOD.replace("hook", "ho\u202eok"),
     "CRLF": GOOD.replace("\n", "\r\n"),
     "a byte order mark": "\ufeff" + GOOD,

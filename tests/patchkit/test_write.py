@@ -140,7 +140,8 @@ def test_what_changes_while_it_runs_is_not_overwritten(apply, tree, monkeypatch)
 def test_two_at_once_one_works_and_the_other_says_so_or_waits(repo, tree):
     command = [sys.executable, str(ROOT / "apply_patch.py"), "--patches", str(repo / "patches"), str(tree)]
     for options in ([], ["--wait", "20"]):
-        running = [subprocess.Popen([*command, *options], stdout=-1, stderr=-1) for _ in range(4)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        running = [subprocess.Popen([*command, *options], **pipes) for _ in range(4)]
         answers = [(process.communicate(), process.returncode) for process in running]
         codes = {code for _, code in answers}
         assert codes <= ({0, 6} if not options else {0}) and 0 in codes, answers

@@ -38,7 +38,7 @@ FOREIGN = {ACTOR: BASE[ACTOR].replace("line 20\n", "line of theirs\n"), "verl/th
 
 def foreign_patch(ids=10):
     """Return that patch with its blob ids shortened or removed."""
-    text = "".join(build.seam(p, BASE[p].encode() if p in BASE else None, t.encode()) for p, t in FOREIGN.items())
+    text = "".join(build.file_diff(p, BASE[p].encode() if p in BASE else None, t.encode()) for p, t in FOREIGN.items())
 
     def cut(found):
         return f"index {found[1][:ids]}..{found[2][:ids]}{found[3]}" if ids else ""
@@ -66,7 +66,7 @@ def make_repo(root):
     put(root / "base" / "verl-0.7.0", BASE)
     put(root, {"gradloc/__init__.py": '__version__ = "1.0"\n'})
     sources = {"base.json": json.dumps({"commit": "0" * 40, "sdist_sha256": "0" * 64}), SEAM: RESULT[SEAM]}
-    sources |= {f"{p}.patch": build.seam(p, BASE[p].encode(), RESULT[p].encode(), 1) for p in (ACTOR, TRAINER)}
+    sources |= {f"{p}.patch": build.file_diff(p, BASE[p].encode(), RESULT[p].encode(), 1) for p in (ACTOR, TRAINER)}
     put(root / "verl_overrides" / "v0.7.0", sources)
     assert build.main(["--root", str(root)]) == 0
     return root

@@ -75,10 +75,10 @@ PARTS = {
 }
 """Of these tables the pages show rows; of the next, all."""
 WHOLE = {
-    "natural-spikes.md## What they are made of": ("natural", as_suites_do(natural.made_of)),
-    "natural-spikes.md## What heals them": ("natural", as_suites_do(natural.cured)),
-    "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.changed)),
-    "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events)),
+    "natural-spikes.md## What they are made of": ("natural", as_suites_do(natural.composition_table)),
+    "natural-spikes.md## What heals them": ("natural", as_suites_do(natural.cures_table)),
+    "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.effects_table)),
+    "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events_table)),
     "spikes-without-tokens.md## How often it is right": ("links", lambda found: links.matrix(found["rows"])),
     "gpu.md## Many ranks": ("ranks", ranks.markdown),
     "peers.md## The table": ("spikes", lambda found: scoring.comparison(scoring.planted(found["rows"]))),

@@ -79,9 +79,9 @@ class HeldTrainer:
     is_sharded = False
     """Whether a rank's forward waits for the others'."""
     has_logits = True
-    """Whether the model's output is where the log-probs come from."""
+    """Whether the log-probs are computed from logits that the model returns."""
     trains_padding = False
-    """Whether something flows back through padding."""
+    """Whether padding has a gradient."""
 
     dp_size = cached_property(lambda self: dist.get_world_size())
     trackers: Any = cached_property(lambda self: {})
@@ -96,7 +96,7 @@ class HeldTrainer:
         raise NotImplementedError
 
     def letting_out(self, let_out: "LetOut") -> AbstractContextManager[Any]:
-        """Pass the log-probs of training's forward through this."""
+        """Pass the log-probs of training's forward through ``let_out``."""
         raise NotImplementedError
 
     def pictures(self, batch: Any, rows: slice) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class HeldTrainer:
             yield MicroBatch(rank, index, mask, log_prob, entropy if self.has_entropy else None, loss)
 
     def weights_hash(self) -> str:
-        """sha256 over this rank's weight shards and optimizer state."""
+        """Return the sha256 of this rank's weight shards and optimizer state."""
         return hash_weights(self.module, self.optimizer)
 
 

@@ -340,16 +340,22 @@ def random_answers(model: Decoder, num_tokens: int) -> Batch:
         noise = torch.rand(logits.shape, generator=generator, device=device).clamp(1e-20, 1 - 1e-7)
         labels.append((logits - torch.log(-torch.log(noise))).argmax(-1))
         old.append(log_prob_of(logits, labels[-1]))
-    before = torch.cat(old)
-    before += 0.05 * torch.randn(before.shape, generator=generator, device=device)
-    advantages = torch.randn(rows, 1, generator=generator, device=device).expand_as(before)
-    fields = tokens, torch.cat(labels), torch.ones_like(before, dtype=torch.bool), advantages, before, before.clone()
-    return Batch(*(field.cpu().clone() for field in fields))
+    old_log_probs = torch.cat(old)
+    old_log_probs += 0.05 * torch.randn(old_log_probs.shape, generator=generator, device=device)
+    fields = {
+        "tokens": tokens,
+        "labels": torch.cat(labels),
+        "mask": torch.ones_like(old_log_probs, dtype=torch.bool),
+        "advantages": torch.randn(rows, 1, generator=generator, device=device).expand_as(old_log_probs),
+        "old_log_probs": old_log_probs,
+        "reference_log_probs": old_log_probs,
+    }
+    return Batch(**{name: field.cpu().clone() for name, field in fields.items()})
 
 
 @contextmanager
 def attended(attention: str, is_deterministic: bool) -> Iterator[None]:
-    """Context in which blocks use this attention; ``is_deterministic`` selects deterministic kernels everywhere."""
+    """Have all blocks use this attention; ``is_deterministic`` selects deterministic kernels everywhere."""
     own, was = Block.attend, torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(is_deterministic)
     try:

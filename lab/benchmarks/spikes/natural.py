@@ -96,13 +96,11 @@ class Lagging(Natural):
     """Rollouts are of the policy of eight steps before, at ten times the rate, and nothing clips importance ratios."""
 
     rate_times = 10.0
-
-    def __init__(self, plan: Plan, is_faulty: bool = False, folder: str = "", **given: object):
-        super().__init__(plan, is_faulty, folder, **given)
-        self.past: list[dict[str, torch.Tensor]] = []
+    past: tuple[dict[str, torch.Tensor], ...] = ()
+    """The weights of the steps since the rollouts' policy, oldest first."""
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        self.past = [*self.past, copy.deepcopy(self.model.state_dict())][-_LAG - 1 :]
+        self.past = (*self.past, copy.deepcopy(self.model.state_dict()))[-_LAG - 1 :]
         for ids, weights in super().batches():
             with torch.no_grad():
                 old = -losses_of(torch.func.functional_call(self.model, self.past[0], (ids[:, :-1],)), ids)
@@ -158,8 +156,11 @@ def measured_truth(kind: str, plan: Plan, spike: int) -> Truth:
 
 
 def _rows_at_fault(run: Natural, batch: Batch, most: float) -> tuple[frozenset[Row], frozenset[Row]]:
-    """Return the rows without which the norm is ordinary, the loudest first and no more than half, else none; and all
-    without which, one by one, it is lower by a tenth or more."""
+    """Return the rows at fault, and those involved.
+
+    At fault are the loudest rows without which the norm is ordinary; none where these are more than half. Involved is
+    each row without which alone the norm is lower by a tenth or more.
+    """
 
     def without(rows: list[Row]) -> float:
         kept = [(ids, weights.clone()) for ids, weights in batch]

@@ -19,7 +19,7 @@ EQUATION = re.compile(r"(\d+)\+(\d+)=(\d+)")
 
 @dataclass(frozen=True)
 class Addition:
-    """One question."""
+    """A question for the sum of two numbers, its answer, and the sentence that gives it."""
 
     left: int
     right: int
@@ -64,7 +64,7 @@ def score(data_source, solution_str: str, ground_truth: str, extra_info=None) ->
     1.0
     """
     answer = ANSWER.search(solution_str)
-    if answer and answer.group(1) == ground_truth:
+    if answer and answer[1] == ground_truth:
         return 1.0
     equation = EQUATION.search(solution_str)
     if equation and int(equation[1]) + int(equation[2]) == int(equation[3]):

@@ -128,10 +128,10 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
     twins = {reading.name: by_seed[cell["seed"]] for reading, cell in found if cell["seed"] in by_seed}
     every = [reading for reading, _ in found]
     draw(every, twins, folder / "summary.png")
-    return [suite.table_of([cells(reading, twins.get(reading.name)) for reading in every])]
+    return [suite.table_of([table_row(reading, twins.get(reading.name)) for reading in every])]
 
 
-def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
+def table_row(reading: Reading, twin: Reading | None) -> dict[str, str]:
     """Return one run's cells by column."""
     warning, spike = (entry["step"] for entry in reading.planted)
     before = [norm for step, norm in reading.norms.items() if step < warning]
@@ -150,8 +150,8 @@ def cells(reading: Reading, twin: Reading | None) -> dict[str, str]:
         "norm before": number(float(np.median(before))),
         "warning": number(reading.norms[warning]),
         "spike": number(reading.norms[spike]),
-        "done at the spike": done(reading, spike),
-        "named": named(reading, spike),
+        "done at the spike": safeguards_at(reading, spike),
+        "named": culprit_at(reading, spike),
         "norm without it": "-" if event is None else number(event["certificate"]["norm_after"]),
         "from twin": away,
         "moved at the spike": at_the_spike,
@@ -165,12 +165,12 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return float(np.mean(values)), error
 
 
-def done(reading: Reading, step: int) -> str:
+def safeguards_at(reading: Reading, step: int) -> str:
     """Describe what the run's safeguards did at a step, from its metrics."""
     metrics = reading.steps[step]
     norm, limit = metrics["actor/grad_norm_max"], reading.knobs["max_grad_norm"]
     scale = metrics.get("gradloc/layer_clip/scale_min", 1.0)
-    can_be_done = {
+    known = {
         "step without the culprit": metrics.get("gradloc/mask"),
         "step under another setting": metrics.get("gradloc/heal"),
         "step skipped": metrics.get("gradloc/skip") or metrics.get("gradloc/skip_step/skipped"),
@@ -178,13 +178,13 @@ def done(reading: Reading, step: int) -> str:
         "token left out": metrics.get("gradloc/token_clip/share", 0.0) > 0,
         "ratios clipped": metrics.get("actor/pg_clipfrac", 0.0) > 0,
     }
-    deeds = [deed for deed, is_done in can_be_done.items() if is_done]
-    if not deeds and norm > limit:
-        deeds.append(f"scaled by {number(limit / norm)}")
-    return ", ".join(deeds) or "nothing"
+    done = [what for what, is_done in known.items() if is_done]
+    if not done and norm > limit:
+        done.append(f"scaled by {number(limit / norm)}")
+    return ", ".join(done) or "nothing"
 
 
-def named(reading: Reading, step: int) -> str:
+def culprit_at(reading: Reading, step: int) -> str:
     """Describe a step's first culprit; "as planted" if the event names exactly the stale tokens."""
     event = reading.event_at(step)
     if event is None or not event["culprits"]:
@@ -194,8 +194,8 @@ def named(reading: Reading, step: int) -> str:
     ratio = math.exp(first["values"]["log_prob"] - first["values"]["old_log_prob_used"])
     places = sorted((each["sequence_id"], position) for each in culprits for position in each["positions"])
     sequence = f"{planted['uid']}:{planted['rollout_index']}"
-    said = f"{first['cause']['label']}, ratio {number(ratio)}"
-    return f"{said}, as planted" if places == [(sequence, at) for at in planted["positions"]] else said
+    is_as_planted = places == [(sequence, position) for position in planted["positions"]]
+    return f"{first['cause']['label']}, ratio {number(ratio)}{', as planted' if is_as_planted else ''}"
 
 
 def number(value: float | None) -> str:

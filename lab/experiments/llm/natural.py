@@ -82,25 +82,26 @@ def summary(event: dict) -> dict[str, Any]:
 
 
 def probability(log_prob: Any) -> float | None:
+    """Return the probability of a log-prob; None where this is no finite number."""
     return None if finite(log_prob) is None else math.exp(log_prob)
 
 
 # ---- tables
 
 
-def made_of(data: dict[str, Any]) -> suite.Table:
+def composition_table(data: dict[str, Any]) -> suite.Table:
     """Return a row for each arm, over its seeds, and one for all, from the runs that observe."""
     runs = Counter(run["arm"] for run in data["runs"] if run["mode"] == MODES[0])
-    lines = [made_of_line(arm, count, observed(data, arm)) for arm, count in runs.items()]
-    return suite.table_of([*lines, made_of_line("all", runs.total(), observed(data))])
+    lines = [composition_row(arm, count, observed(data, arm)) for arm, count in runs.items()]
+    return suite.table_of([*lines, composition_row("all", runs.total(), observed(data))])
 
 
 def observed(data: dict[str, Any], arm: str | None = None) -> list[dict]:
     """Return the events of the runs that observe, of one arm or of all."""
-    return [event for event in data["events"] if event["mode"] == MODES[0] and arm in (None, event["arm"])]
+    return [event for event in data["events"] if event["mode"] == MODES[0] and (arm is None or event["arm"] == arm)]
 
 
-def made_of_line(arm: str, num_runs: int, found: list[dict]) -> dict[str, str]:
+def composition_row(arm: str, num_runs: int, found: list[dict]) -> dict[str, str]:
     kinds, causes = Counter(map(kind, found)), Counter(event["cause"] for event in found)
     measured = [event for event in found if event["closure"] is not None]
     largest = [event["largest"] for event in found if event["largest"]]
@@ -136,7 +137,7 @@ def spread(values: Iterable[float | None], *picks: Callable[[list[float]], float
     return ", ".join(number(pick(known)) for pick in picks or (min, statistics.median, max)) if known else "-"
 
 
-def changed(data: dict[str, Any]) -> suite.Table:
+def effects_table(data: dict[str, Any]) -> suite.Table:
     """Return a row for each arm and seed that ran with an action or as a twin: largest norm and last reward."""
     by_place: dict[tuple[str, int], dict[str, dict]] = {}
     for run in data["runs"]:
@@ -152,12 +153,12 @@ def changed(data: dict[str, Any]) -> suite.Table:
     return suite.table_of(lines)
 
 
-def events(data: dict[str, Any]) -> suite.Table:
+def events_table(data: dict[str, Any]) -> suite.Table:
     """Return a row for each event of the runs that observe."""
-    return suite.table_of([event_line(event) for event in observed(data)])
+    return suite.table_of([events_row(event) for event in observed(data)])
 
 
-def event_line(event: dict) -> dict[str, str]:
+def events_row(event: dict) -> dict[str, str]:
     largest = event["largest"] or {"p": []}
     error = "" if event["closure_error"] is None else f" ± {event['closure_error']:.3f}"
     return {
@@ -177,16 +178,16 @@ def event_line(event: dict) -> dict[str, str]:
     }
 
 
-def cured(data: dict[str, Any]) -> suite.Table:
+def cures_table(data: dict[str, Any]) -> suite.Table:
     """Return a row for each arm with cures, over its seeds: the settings measured, and which healed the step."""
     by_arm: dict[str, list[dict]] = {}
     for event in observed(data):
         if "cures" in event:
             by_arm.setdefault(event["arm"], []).append(event)
-    return suite.table_of([cured_line(arm, found) for arm, found in by_arm.items()])
+    return suite.table_of([cures_row(arm, found) for arm, found in by_arm.items()])
 
 
-def cured_line(arm: str, found: list[dict]) -> dict[str, str]:
+def cures_row(arm: str, found: list[dict]) -> dict[str, str]:
     first, under, left = Counter[str](), list[float](), list[str]()
     for event in found:
         measured = [cure for cure in event["cures"] if cure["forwards"]]
@@ -240,7 +241,7 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
     data = record(runs)
     (folder / "natural.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     draw(data, folder / "natural.png")
-    return [made_of(data), changed(data), cured(data), events(data)]
+    return [composition_table(data), effects_table(data), cures_table(data), events_table(data)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -180,7 +180,7 @@ def _gather_uneven_parts() -> None:
 
 
 def _take_local_experts() -> None:
-    """Use mbridge's names of TransformerEngine's weights while it loads them; send weights from the CPU."""
+    """Give mbridge TransformerEngine's names of experts' weights while it loads them; send weights from the CPU."""
     from mbridge.core import llm_bridge
     from mbridge.core.util import unwrap_model
     from megatron.core.transformer.moe import moe_utils
@@ -209,8 +209,8 @@ def _take_local_experts() -> None:
     Dispatcher._maybe_dtoh_and_synchronize = sizes_on_host
 
 
-class _OfAll(torch.autograd.Function):
-    """Gather all processes' parts into one tensor; a part's gradient is summed over processes."""
+class _AllGather(torch.autograd.Function):
+    """All-gather with a gradient: parts are stacked, and a part's gradient is summed over processes."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -247,7 +247,7 @@ def _attend_without_kernels() -> None:
         group = parallel_state.get_context_parallel_group()
         mask = None
         if group.size() > 1:
-            key, value = (_in_order(_OfAll.apply(part, group)) for part in (key, value))
+            key, value = (_in_order(_AllGather.apply(part, group)) for part in (key, value))
             place = torch.arange(len(key)).view(2 * group.size(), -1)
             own = place[[group.rank(), -1 - group.rank()]].flatten()
             mask = own[:, None] >= torch.arange(len(key))
@@ -312,18 +312,18 @@ def _read_out_without_triton() -> None:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = (hidden.reshape(-1, hidden.shape[-1]) @ weight.T).float() / temperature
         entropy = vocab_parallel_entropy(logits)
-        log_probs = vocab_parallel_log_probs_from_logits(
-            logits.clone(), labels.reshape(-1)
-        )  # it modifies its logits in place
+        # it modifies its logits in place
+        log_probs = vocab_parallel_log_probs_from_logits(logits.clone(), labels.reshape(-1))
         return log_probs.view(labels.shape), entropy.view(labels.shape)
 
     model_forward_fused.linear_cross_entropy = linear_cross_entropy
 
 
 def _offload_within_one_memory() -> None:
-    """Run Megatron's optimizer on the CPU, and verl's `param_offload` and `optimizer_offload`.
+    """Let verl's `param_offload` and `optimizer_offload` work, and Megatron's optimizer that is kept on the host.
 
-    Both distinguish the GPU's memory from the host's, so "cuda" is another place while they move tensors."""
+    All of these distinguish the GPU's memory from the host's, so "cuda" is another place while they move tensors.
+    """
     from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
 

@@ -131,19 +131,19 @@ def test_the_healthy_twin_is_at_no_distance_from_itself(suite_dir):
 )
 def test_what_a_safeguard_did_is_read_from_its_metrics(tmp_path, metrics, limit, said):
     write_run(tmp_path / "run", "loud", metrics, limit=limit)
-    assert summary.done(summary.read(tmp_path / "run", "loud"), 4) == said
+    assert summary.safeguards_at(summary.read(tmp_path / "run", "loud"), 4) == said
 
 
 @pytest.mark.parametrize("change", [{"positions": [6]}, {"positions": [5, 6]}, {"sequence_id": "u:1"}])
 def test_another_token_is_not_as_planted(tmp_path, change):
     event = {**EVENT, "culprits": [{**EVENT["culprits"][0], **change}]}
     write_run(tmp_path / "run", "loud", event=event)
-    assert summary.named(summary.read(tmp_path / "run", "loud"), 4) == "token_mismatch, ratio 93 000"
+    assert summary.culprit_at(summary.read(tmp_path / "run", "loud"), 4) == "token_mismatch, ratio 93 000"
 
 
 def test_an_event_without_a_culprit_is_named_as_such(tmp_path):
     write_run(tmp_path / "run", "loud", event={**EVENT, "culprits": []})
-    assert summary.named(summary.read(tmp_path / "run", "loud"), 4) == "no culprit"
+    assert summary.culprit_at(summary.read(tmp_path / "run", "loud"), 4) == "no culprit"
 
 
 def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):

@@ -48,25 +48,25 @@ def line(table, *begins):
 
 
 def test_an_arm_s_events_are_counted_where_the_run_only_observes(found):
-    cells = line(natural.made_of(found), "no-clip")
+    cells = line(natural.composition_table(found), "no-clip")
     assert (cells["runs"], cells["events"], cells["explained"]) == ("1", "3", "3")
     assert [cells[kind] for kind in natural.KINDS] == ["0", "1", "1", "1"]
     assert cells["shares trusted"] == "2 of 2"
-    assert line(natural.made_of(found), "all")["events"] == "3"
+    assert line(natural.composition_table(found), "all")["events"] == "3"
     # 24 forwards and as many backwards of 4 micro-batches: (24 + 48) / 12
     assert (cells["updates a search: median"], cells["most"]) == ("6", "6")
 
 
 def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(found):
-    cells = line(natural.events(found), "no-clip", "1", "2")
+    cells = line(natural.events_table(found), "no-clip", "1", "2")
     assert cells["named"] == "2 in 1" and cells["share"] == "-0.7"
     assert cells["p: old, now"] == "0.0101, 0.905" and cells["advantage"] == "-"
-    assert line(natural.events(found), "no-clip", "1", "4")["named"] == "nothing"
-    assert len(natural.events(found)) == 4
+    assert line(natural.events_table(found), "no-clip", "1", "4")["named"] == "nothing"
+    assert len(natural.events_table(found)) == 4
 
 
 def test_what_was_measured_first_is_what_the_search_did_not_end_with(found):
-    cells = line(natural.cured(found), "no-clip")
+    cells = line(natural.cures_table(found), "no-clip")
     assert (cells["events"], cells["healed"]) == ("3", "1")
     assert cells["the setting measured first"] == "2 clip_ratios"
     assert cells["not healed"] == "1/3: clip_ratios; 1/4: none measured"
@@ -75,7 +75,7 @@ def test_what_was_measured_first_is_what_the_search_did_not_end_with(found):
 
 
 def test_what_an_action_changed_is_compared_with_the_twin(found):
-    cells = line(natural.changed(found), "no-clip", "1")
+    cells = line(natural.effects_table(found), "no-clip", "1")
     assert list(cells.values())[2:] == ["90", "80", "-", "-", "5", "0.3", "0.2", "-", "-", "0.2"]
 
 
