@@ -102,6 +102,8 @@ _CUT_DICT = re.compile(r"\s*'\w[\w/ .-]*': [^{}]*\}\s*$")
 _OF_BARS = ("%|", "<", "[=", "[>", "[#", "[.", "━", "╸", "╺", "█", "▏")
 """Signs of a progress bar: a quick look before its pattern."""
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|?|\[[=>. #]{8,}\]|[━╸╺]+|[▏▎▍▌▋▊▉█]+")
+_OF_LIGHTNING = re.compile(r"\bloss=(nan|\S+), (?=v_num=.*train_loss\w*=(?!nan))")
+"""Lightning's own loss, before the one that a training step logs."""
 DRAWN = re.compile(r"(\d{1,15})/(\d{1,15}) \[[\d:]+<")
 
 
@@ -471,7 +473,9 @@ class Headed(Grammar):
         """What the headlines count: a word that comes below another one's headlines makes none of its own; empty where
         a line that says a step and no metric is one."""
         self._more: dict[str, float] = {}
-        """The epoch of the last headline that says one with its step."""
+        """The epoch of the last headline of a step, by itself or by the headline of an epoch above it."""
+        self._epoch: dict[str, float] = {}
+        """The epoch of the last headline of one."""
         self._path: list[tuple[int, str]] = []
         """The names, with their indents, that a line of YAML is below."""
         self._below: set[str] = set()
@@ -495,12 +499,14 @@ class Headed(Grammar):
         epoch = _EPOCH.search(line) if word != "epoch" else None
         self.step, self._word, self.unit = step, word, "epoch" if word == "epoch" else "step"
         self._below = set()
-        self._more = {"epoch": float(epoch[1])} if epoch else {}
+        self._more = {"epoch": float(epoch[1])} if epoch else self._epoch if word != "epoch" else {}
 
     def take(self, line: str, process: str) -> bool:
         head = _HEADLINE.search(line) if any(map(line.__contains__, _OF_HEADLINES)) else None
         if head is not None:
             word = (head["word"] or "step").lower()
+            if word == "epoch":
+                self._epoch = {"epoch": float(head[head.lastgroup])}
             if word == self._word or not self.is_by_step:
                 self.title = _TITLES.get(head.lastgroup, self.title)
                 self._begin(int(head[head.lastgroup]), word, line)
@@ -593,6 +599,10 @@ class Labelled(Grammar):
         """The epoch that a line of its own said last."""
         self._above: str | None = None
         """The process of the line above, where one without a step may say more of its step."""
+        self._shows_loss = False
+        """Whether Lightning's own loss was a number once: it stays NaN where a training step returns none."""
+        self._has_inner = False
+        """Whether fairseq's rows of single steps have come: then its rows of an epoch are their means."""
 
     def take(self, line: str, process: str) -> bool:
         if len(parts := _steps_apart(line)) > 1:
@@ -610,11 +620,14 @@ class Labelled(Grammar):
             return self.add(process, int(row[1]), {f"{row[2]} loss": as_float(row[3])})
         if "|| ETA" in line and (row := _YOLACT.match(line)):
             return self.add(process, int(row[1]), {"total loss": as_float(row[2])})
-        if "|" in line and _MODULE.match(line):
+        self._has_inner |= "| train_inner |" in line
+        if "|" in line and (_MODULE.match(line) or self._has_inner and "| train |" in line):
             return False
         is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))
         if is_bar:
             line = _BAR.sub(" ", line)
+            if "v_num" in line and not self._shows_loss:
+                line = self._without_unset_loss(line)
         head = (
             ("|L" in line and _LABEL.search(line))
             or ("lobal" in line and HEADED_GLOBALLY.search(line))
@@ -670,6 +683,11 @@ class Labelled(Grammar):
         # a bar that is not begun still has the values of the epoch before
         self.num_drawn += sum(map(is_norm, values))
         return True
+
+    def _without_unset_loss(self, line: str) -> str:
+        own = _OF_LIGHTNING.search(line)
+        self._shows_loss = own is not None and own[1] != "nan"
+        return line if own is None or self._shows_loss else line[: own.start()] + line[own.end() :]
 
     def _begin_epoch(self, epoch: float) -> None:
         """Takes a headline of an epoch: the row above the first one is of the epoch before."""

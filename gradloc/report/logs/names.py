@@ -12,10 +12,9 @@ from .recording import MAX, MEAN
 
 STEPS = tuple(
     "global_step global_steps training/global_step train/global_step trainer/global_step global_iter global_iteration "
-    "step train/step current_steps global_step/max_steps train_step training_step opt_step optimizer_step iteration iter "
-    "it num_updates update "
-    "n_updates total_train_updates training_iteration counters/updates env_step total_steps total_timesteps "
-    "_step".split()
+    "step train/step current_steps global_step/max_steps train_step training_step opt_step optimizer_step iteration "
+    "iter it num_updates update n_updates total_train_updates training_iteration counters/updates env_step total_steps "
+    "total_timesteps _step".split()
 )
 """Names of a step, the surest first: a ``step`` may begin anew in each epoch, and W&B's ``_step`` counts calls of
 its own."""
@@ -151,8 +150,8 @@ def step_of(values: Mapping[str, float | None]) -> int | None:
 def step_name(names: Collection[str]) -> str | None:
     """Return the name of the step among names, the surest; None where none is one.
 
-    >>> step_name(["loss", "train step", "_step"]), step_name(["Iteration"]), step_name(["it", "lr"]), step_name(["batch"])
-    ('train step', 'Iteration', 'it', None)
+    >>> step_name(["loss", "train step", "_step"]), step_name(["Iteration"]), step_name(["batch"])
+    ('train step', 'Iteration', None)
     """
     found = next((name for name in STEPS if name in names), None)
     if found in (None, STEPS[-1]):

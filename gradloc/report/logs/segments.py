@@ -245,7 +245,7 @@ def _number_through_epochs(recording: Recording) -> None:
                 count = 0  # a run of its own
             first_rows.setdefault(epoch, count + 1)
             last, its_epoch = step, epoch
-        count += (step, epoch) != place
+        count += (step, epoch) != place and not all(map(_is_evaluations, values))
         place = step, epoch
         numbers.append(count)
     if num_next:

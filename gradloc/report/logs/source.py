@@ -42,6 +42,7 @@ class Source:
         self.name = name or path.name
         self.notes: list[str] = []
         self.stream, self._is_packed = _opened(path, self.notes)
+        _skip_hole(self.stream)
         self.head = self.stream.peek(HEAD)[:HEAD]
         for magic, command in _ARCHIVES.items():
             if (self.head.startswith(magic) or self.head[257:262] == magic) and not is_spreadsheet(path):
@@ -89,6 +90,12 @@ class Source:
 
     def note_one_metric(self) -> None:
         self.notes.append(f"{self.name} has one metric without a name: it was read as the gradient norm.")
+
+
+def _skip_hole(stream: io.BufferedReader) -> None:
+    """Skip the zeros at the beginning of a log that was emptied while its writer had it open."""
+    while (head := stream.peek(HEAD)).startswith(b"\0\0\0\0"):
+        stream.read(len(head) - len(head.lstrip(b"\0")))
 
 
 def _cut(name: str, why: object) -> str:
@@ -285,7 +292,10 @@ class _Member(tarfile.TarInfo):
 
 def _as_tar(path: Path, notes: list[str]) -> tarfile.TarFile | None:
     """Return a tar, packed or not, at its first file; None where it is none, such as a packed log."""
+    stream, _ = _opened(path, notes)
+    if stream.peek(1).startswith(b"\0"):  # to tarfile, an archive of no files
+        return None
     try:
-        return tarfile.open(fileobj=_opened(path, notes)[0], mode="r|", tarinfo=_Member)
+        return tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member)
     except tarfile.TarError:
         return None

@@ -294,7 +294,7 @@ class _Table:
                     f"{self.source.name} has several values for a step and no column that names their metric, so they "
                     "could be of different ones: add a column `metric`, or name a file of one metric."
                 )
-        form = (self.form or "a CSV of values") if tags else "TensorBoard's CSV"
+        form = (self.form or "a table of values") if tags else "TensorBoard's CSV"
         return [
             Recording(self.source.name, form, run if len(runs) > 1 else "", rows=gather(found), notes=self.source.notes)
             for run, found in runs.items()

@@ -228,7 +228,10 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     if worst.is_start:
         made.sentences.append("Norms are often high in a run's first steps and fall by themselves.")
     sound = sound_loss(surviving(worst.segment), worst.lost[0]) if worst.lost else ""
-    effects, is_hurt = _effects(worst, _begin_of(worst, made.explosions))
+    since = _begin_of(worst, made.explosions)
+    effects, is_hurt = _effects(worst, since)
+    if since < worst.first and not worst.is_start:
+        made.sentences.append(f"The spikes that lead to it begin at step {since}.")
     if sound:
         effects, is_hurt = f"{sound}: the weights are not NaN.", False
     elif worst.lost and is_hurt is None:
@@ -238,6 +241,8 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
         made.explosions[0] = worst = replace(worst, kind="collapse")
     made.kind = worst.kind
     also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
+    is_lone = not worst.lost and worst.first == worst.peak.step
+    made.sentences += _loss_at(surviving(worst.segment), worst.first) if is_lone else []
     made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]
     losses = run.metrics.logged(run.metrics.first(LOSSES)) if worst.lost else []
     after = [value for step, value in losses if step >= worst.lost[0]]
@@ -252,6 +257,16 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     made.sentences.append(_on_tokens(run, worst.peak.step))
     advice, made.command = _advise_resume(run, made.explosions, is_hurt, bool(sound))
     made.sentences.append(advice)
+
+
+def _loss_at(metrics: Metrics, step: int) -> list[str]:
+    """Name a step's own loss, if it is far above the ones before it."""
+    name, logged = loss_of(metrics)
+    before = [value for at, value in logged if at < step and math.isfinite(value)][-_LEVEL:]
+    loss = dict(logged).get(step, 0.0)
+    if len(before) < _LEVEL or not loss > 1.5 * max(before) > 0:
+        return []
+    return [f"{name} is {number(loss, 3)} at step {step}, and was {number(median(before), 3)} before it."]
 
 
 def _on_tokens(run: LoggedRun, step: int) -> str:

@@ -20,6 +20,12 @@ def test_lines_are_lines_in_any_coding(tmp_path, coding, end):
     assert [line.lstrip("\ufeff") for line in Source(tmp_path / "a.log").lines()] == ["step \u00e9", "two", "three 3"]
 
 
+def test_a_log_that_was_emptied_while_it_was_written_is_read(tmp_path, shown):
+    rows = "".join(f"step:{step} - actor/grad_norm:{900.0 if step == 20 else 1.0}\n" for step in range(1, 31))
+    (tmp_path / "a.log").write_bytes(bytes(100_000) + rows.encode())
+    assert "Step 20: gradient norm 900" in shown(tmp_path / "a.log")
+
+
 def test_standard_input_is_read(tmp_path, shown, monkeypatch):
     log = tmp_path / "a.log"
     log.write_text("".join(f"step:{step} - actor/grad_norm:{900.0 if step == 20 else 1.0}\n" for step in range(1, 31)))
