@@ -72,7 +72,7 @@ _RAY = re.compile(r"^\([^()]*pid=[^()]*\) ?")
 _YAML = re.compile(r"( *)([\w/.@-]+):(?: +(\S+))?\s*")
 _ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
 """A line that names an exception: its numbers are no metrics."""
-_ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
+ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
 """A line that is a name and a number."""
 _SPLIT = re.compile(rf"(\d{{1,12}}) (train|val) ({NUMBER})\s*")
 """build-nanogpt's file: step, split and loss."""
@@ -337,10 +337,11 @@ class Printed(Grammar):
         if step is None:
             rows = self.rows[process]
             if not _is_training(values):  # an evaluation, or the end of training: of the last step
-                if rows:
-                    rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
                 if "train_runtime" in values:
                     self._ends[process].add(len(rows))
+                    values.pop("train_loss", None)  # the mean over the run
+                if rows:
+                    rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
                 return bool(rows)
             if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
                 return True  # printed by a second handler
@@ -522,7 +523,7 @@ class Headed(Grammar):
             if not is_own:
                 self._add_below(process, values)
             return bool(cells)  # else these may be no headlines: another grammar may know the line's own step
-        rows = self.rows[process] if values and self.is_by_step and _ALONE.fullmatch(_RAY.sub("", line)) else []
+        rows = self.rows[process] if values and self.is_by_step and ALONE.fullmatch(_RAY.sub("", line)) else []
         if rows and rows[-1][0] == self.step:
             rows[-1][1].update(values | rows[-1][1])
         elif not rows:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 
-from .grammars import NOT_TRAINING, Grammar
+from .grammars import ALONE, NOT_TRAINING, Grammar
 from .names import is_norm, is_training_loss
 from .pairs import PAIRS, behind, pairs
 from .recording import Row
@@ -42,6 +42,8 @@ class Guessed(Grammar):
         )
         """By what lines say of a step, and the number of their counts, then by process: counts, and values."""
         self.num_kept = 0
+        self._unfinite: set[tuple] = set()
+        """The keys of lines with a norm or a loss that is not finite, where a line holds nothing but metrics."""
 
     @property
     def names(self) -> list[str]:
@@ -77,6 +79,8 @@ class Guessed(Grammar):
             if named and not _NO_ROW.search(line, 0, named[0][0]):
                 self._kept[wanted, len(free)][process].append(([float(at[1]) for at in free], values))
                 self.num_kept += 1
+                if not all(isfinite(values[name]) for name in wanted) and (len(values) > 2 or ALONE.fullmatch(line)):
+                    self._unfinite.add((wanted, len(free)))
 
     def resolve(self) -> None:
         """Make rows of the lines that are most, where a count says their step; lines with a norm or a training loss
@@ -104,6 +108,12 @@ class Guessed(Grammar):
                 rows = list(enumerate(values, 1))
             if rows:
                 self.rows[process] = rows
+
+    def resolve_unfinite(self) -> None:
+        """Name the lines by their places that have a norm or a loss that is not finite, and those like them."""
+        kept = max((self._kept[key] for key in self._unfinite), key=lambda its: sum(map(len, its.values())), default={})
+        for process, lines in kept.items():
+            self.unit, self.rows[process] = "row", [(at, values) for at, (_, values) in enumerate(lines, 1)]
 
 
 def _placed(columns: Sequence[Sequence[float]], values: Sequence[dict[str, float]]) -> list[Row]:

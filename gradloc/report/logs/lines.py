@@ -115,7 +115,7 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     num_bad = num_seen = num_commas = 0
     saved, shapes, is_sifting = dict[int, str](), set[bytes](), True
     lines = source.lines() if text is None else text.split("\n")
-    for line in _joined(unwrapped(filter(None, lines))):
+    for line in _joined(_redrawn(unwrapped(filter(None, lines)))):
         if not config.is_open and console.take_alike(line):
             last, taken = line, console
             num_seen += line.count("grad_norm")
@@ -195,6 +195,9 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             f"{source.name} has its steps in headlines, with the values below. Headlines are missing or out of order, "
             "so values would get a wrong step: name the file that one process wrote."
         )
+    if not any(best.rows.values()):
+        guessed.resolve_unfinite()
+        best = guessed if guessed.rows else best
     every_row = [values for grammar in grammars for rows in grammar.rows.values() for _, values in rows]
     norms = set(filter(is_norm, set().union(*every_row)))
     num_read = sum(name in values for values in every_row for name in norms) + sum(
@@ -285,6 +288,25 @@ _ROW_BEGINS = re.compile(r"\W*iteration\s+\d{1,12}\s*/\s*\d+ \|(?!.*(?:loss|norm
 _OF_ROW = re.compile(r"\s*[a-z][a-z ()-]{2,40}: +\S+ *(?:\||$)")
 _BEHIND_BAR = re.compile(r"(?<=\d)(?=Epoch \d+, global step \d|20\d\d-\d\d-\d\d \d\d:\d\d)")
 """Before what is printed right behind the last value of a bar that is whole."""
+
+
+_BELOW_BAR = re.compile(r" {20,}\x1b\[3m")
+"""The beginning of what rich has wrapped below a bar: blanks, and italics."""
+
+
+def _redrawn(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines; a bar that rich has drawn on a terminal with the values that are wrapped below it."""
+    bar = ""
+    for line in lines:
+        if bar and _BELOW_BAR.match(line):
+            bar += f" {_plain(line).strip()}"
+            continue
+        if bar:
+            yield bar
+        bar = _plain(line).rstrip() if "\x1b[2K" in line and "━" in line else ""
+        if not bar:
+            yield line
+    yield from filter(None, [bar])
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:

@@ -166,7 +166,12 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
         if _are_mixed([step for step, _ in recording.rows]):
             recording.rows.sort(key=lambda row: row[0])
             recording.notes.append(f"The rows of {recording.source} were not in the order of their steps.")
-        parts, notes = split(recording.rows, recording.source)
+        parts: list[dict[int, dict[str, float]]] = []
+        notes: list[str] = []
+        for rows in _apart(recording):
+            more, said = split(rows, recording.source)
+            parts += more
+            notes += said
         recording.rows.clear()
         for count, rows in enumerate(parts):
             segment = Segment(build(rows, recording.source))
@@ -189,6 +194,13 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
             runs[-1].saved |= recording.saved
         runs[-1].notes += [*recording.notes, *notes]
     return runs
+
+
+def _apart(recording: Recording) -> list[list[Row]]:
+    """Return the rows; of rows that are named by their place, those of each training, whose first one is row 1 again."""
+    starts = [at for at, (before, after) in enumerate(pairwise(recording.rows), 1) if after[0] < before[0]]
+    ends = [*starts, len(recording.rows)] if recording.unit == "row" else [len(recording.rows)]
+    return [recording.rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _count_by_row(recording: Recording) -> None:

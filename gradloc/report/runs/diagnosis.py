@@ -552,7 +552,7 @@ def _advise_resume(
         return f"No need to resume. Continue{end}", on
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the {_deciding(run.metrics)} is where it was. Continue{end}", on
-    if is_first and begin != "late" and worst.kind == "lost":
+    if is_first and begin != "late" and worst.kind in ("lost", "end"):
         start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
         return (
             f"{start} a restart with the same settings will repeat it. Look at the precision, the learning rate, "

@@ -28,8 +28,6 @@ from .signals import is_supervised, trainer_class
 
 DEPTH = 3
 """Levels of folders in which events are looked for."""
-FEW = 8
-"""Rows below which a run is listed last."""
 _ROUNDED = 0.02
 """Relative error of a norm that a log rounds."""
 _MOST_UPDATES = 8
@@ -220,7 +218,7 @@ def read_logs(
     """
     run = RunFolder(path or paths[0])
     _add_runs(run, paths, metric, pattern)
-    run.runs.sort(key=lambda logged: (logged.peak, len(logged.metrics.steps) >= FEW), reverse=True)
+    run.runs.sort(key=lambda logged: (logged.peak, len(logged.metrics.steps)), reverse=True)
     if len(run.runs) > MOST_RUNS:
         run.notes.append(f"{len(run.runs) - MOST_RUNS:,} more runs, with lower norms, are left out.")
         del run.runs[MOST_RUNS:]
