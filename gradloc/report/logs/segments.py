@@ -197,7 +197,7 @@ def _linked(chain: Sequence[Recording]) -> list[LoggedRun]:
 
 
 def _apart(recording: Recording) -> list[list[Row]]:
-    """Return the rows; of rows that are named by their place, those of each training, whose first one is row 1 again."""
+    """Return the rows; of rows named by their place, those of each training, which begins with row 1 again."""
     starts = [at for at, (before, after) in enumerate(pairwise(recording.rows), 1) if after[0] < before[0]]
     ends = [*starts, len(recording.rows)] if recording.unit == "row" else [len(recording.rows)]
     return [recording.rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
