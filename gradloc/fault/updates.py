@@ -249,8 +249,8 @@ class Updates:
         for index, (after, now) in enumerate(zip(norms_after.tolist(), norms_now.tolist(), strict=True)):
             if abs(now - after) > _OUTSIDE * after:
                 changed.append((index, now / after if after > 0 else math.inf))
-        rate = max((_number(group.get("lr", 0.0)) for group in step.groups), default=0.0)
-        decay = max((_number(group.get("weight_decay", 0.0)) for group in step.groups), default=0.0)
+        rate = max((float(group.get("lr", 0.0)) for group in step.groups), default=0.0)
+        decay = max((float(group.get("weight_decay", 0.0)) for group in step.groups), default=0.0)
         earlier = list(self.movements)
         self.movements.append(Movement(step.number, relative, size, rate, decay, changed))
         if len(earlier) < _LEAST:
@@ -370,8 +370,8 @@ class Updates:
             state, group = self._held(index, weight, count) or ({}, {})
             if "exp_avg_sq" not in state or not weight.numel():
                 continue
-            rate, direction = _number(group["lr"]), adam_direction(state, group)
-            first, second = (_number(each) for each in group["betas"])
+            rate, direction = float(group["lr"]), adam_direction(state, group)
+            first, second = (float(each) for each in group["betas"])
             single = state["exp_avg"].float().square() * ((1 - second) / (1 - first) ** 2)
             square = state["exp_avg_sq"].float()
             is_single = (single - square).abs() <= _ONE_GRADIENT * square
@@ -406,7 +406,7 @@ class Updates:
         if group is None:
             return saved
         was = float(group["weight_decay"])
-        return saved.float() + _number(group["lr"]) * (was - min(decay, was)) * before.float()
+        return saved.float() + float(group["lr"]) * (was - min(decay, was)) * before.float()
 
     def is_undone(self, index: int, saved: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Return whether the last step took this parameter from ``before`` to where it is, by the sample taken then: a
@@ -433,7 +433,7 @@ def undone(weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, A
         state: of the optimizer, after the step.
         group: hyperparameters of the step.
     """
-    rate = _number(group["lr"])
+    rate = float(group["lr"])
     if "exp_avg" in state and "exp_avg_sq" in state:
         decay = rate * _decoupled_decay(group)
         return (weight.float() + rate * adam_direction(state, group)) / (1 - decay) if decay != 1 else None
@@ -444,7 +444,7 @@ def undone(weight: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, A
 
 def adam_direction(state: Mapping[str, Any], group: Mapping[str, Any]) -> torch.Tensor:
     """Return m_hat / (sqrt(v_hat) + eps), float32, from Adam's state after a step with these hyperparameters."""
-    step, (first, second) = _number(state["step"]), (_number(each) for each in group["betas"])
+    step, (first, second) = float(state["step"]), (float(each) for each in group["betas"])
     square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
     scale = (square.float() / (1 - second**step)).sqrt_().add_(float(group["eps"]))
     return state["exp_avg"].float() / scale / (1 - first**step)
@@ -481,7 +481,3 @@ def _copies(runs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _number(value: Any) -> float:
-    return float(value.item() if isinstance(value, torch.Tensor) else value)

@@ -148,7 +148,7 @@ class Localizer:
         Args:
             policy: of the update.
             space: the trained parameters.
-            are_all_here: whether all ranks call this together; if not, :meth:`ask_replicas` follows where they do.
+            are_all_here: whether all ranks call this together; if not, :meth:`check_replicas` follows where they do.
         """
         self._policy, self._space, self._device = policy, space, space.device
         self.updates.follow(self.trainer.optimizer, space)
@@ -156,7 +156,7 @@ class Localizer:
         self._tracker.begin_update()
         self._num_updates += 1
         if are_all_here:
-            self.ask_replicas()
+            self.check_replicas()
 
     def begin_mini_batch(self, step: TrainingStep) -> None:
         """Ride along with a step; its micro-batches run next, each forward and backward once."""
@@ -497,7 +497,7 @@ class Localizer:
 
     # ---- whether training itself is sound
 
-    def ask_replicas(self) -> None:
+    def check_replicas(self) -> None:
         """Check that replicas are kept equal: by their layout, and, once a step was taken, by their weights."""
         problem = ""
         if self._num_updates == 1 and not self._space.are_summed:

@@ -111,9 +111,10 @@ class EventWriter:
         logger.error(what, step.global_step, self.store.root, error_text(error), then, exc_info=not is_known)
 
     def _keep(self, event: Event, raw: RawEvent, driver: "EventEnricher") -> Event:
+        """Write an event's folder and its line; return the event with its folder."""
         album = Album()
         sequences = tuple(driver.sequence(sequence, album) for sequence in raw.sequences)
-        documents: dict[str, Any] = {"sequences": SequenceFile(event_id=event.event_id, sequences=sequences)}
+        records: dict[str, Any] = {"sequences": SequenceFile(event_id=event.event_id, sequences=sequences)}
         tensors: dict[str, torch.Tensor] = {}
         root, max_gb = self.store.root, self.evidence.max_gb
         has_bundle = self.evidence.bundle != "off" and raw.layout
@@ -121,10 +122,10 @@ class EventWriter:
             logger.warning("gradloc: %s holds gradloc.evidence.max_gb=%s or more: no replay bundle", root, max_gb)
         elif has_bundle:
             tensors, layout, note = bundle_tensors(raw, driver.batch)
-            documents["meta"] = replace(raw.meta, actor=self.trained, layout=layout, event=event, multi_modal_note=note)
-        if "meta" not in documents:  # a run that is killed before the line is written loses nothing
-            documents["event"] = event
-        event = replace(event, folder=self.store.write_folder(event.event_id, tensors, documents, album.files))
+            records["meta"] = replace(raw.meta, actor=self.trained, layout=layout, event=event, multi_modal_note=note)
+        if "meta" not in records:  # a run that is killed before the line is written loses nothing
+            records["event"] = event
+        event = replace(event, folder=self.store.write_folder(event.event_id, tensors, records, album.files))
         self.store.append(event)
         return event
 

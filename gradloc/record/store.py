@@ -91,7 +91,7 @@ class EventStore:
         return False
 
     def about(self) -> str:
-        """Return a clause on what a new run should know of the folder; mostly ""."""
+        """Return a clause on what a new run should know of the folder; empty where there is nothing."""
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
         if not os.access(existing, os.W_OK):
             return f"; {existing} cannot be written to"
@@ -105,15 +105,15 @@ class EventStore:
         self,
         event_id: str,
         tensors: dict[str, "torch.Tensor"],
-        documents: dict[str, Any],
+        records: dict[str, Any],
         files: dict[str, bytes] | None = None,
     ) -> str:
-        """Write an event's folder: ``batch.safetensors`` if there are tensors, a JSON file per document, other files.
+        """Write an event's folder: ``batch.safetensors`` if there are tensors, JSON files, other files.
 
         Args:
             event_id: from :meth:`new_event`.
             tensors: by name.
-            documents: by name, without ``.json``.
+            records: content of the JSON files, by name without ``.json``.
             files: content by name.
 
         Returns:
@@ -124,8 +124,8 @@ class EventStore:
             from safetensors.torch import save_file
 
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "batch.safetensors")
-        for name, document in documents.items():
-            (partial / f"{name}.json").write_text(_dumps(document) + "\n", encoding="utf-8")
+        for name, record in records.items():
+            (partial / f"{name}.json").write_text(_dumps(record) + "\n", encoding="utf-8")
             if tensors:  # safetensors lets only the owner read its file: give it the mode that the umask asks for
                 shutil.copymode(partial / f"{name}.json", partial / "batch.safetensors")
         for name, content in (files or {}).items():

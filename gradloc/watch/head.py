@@ -214,9 +214,9 @@ def matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _choices(count: int) -> list[list[int]]:
     """Return the columns to be tried, the fewest first: a log-prob and an entropy, further heads, the other two."""
     further = [*range(4, count)]
-    found = [[0], [0, 1]]
-    found += [[0, *further], [0, 1, *further]] if further else []
-    return [*found, [0, 1, 2, 3], *([[*range(count)]] if further else [])]
+    if not further:
+        return [[0], [0, 1], [0, 1, 2, 3]]
+    return [[0], [0, 1], [0, *further], [0, 1, *further], [0, 1, 2, 3], [*range(count)]]
 
 
 def _solve(

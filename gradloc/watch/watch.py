@@ -311,7 +311,7 @@ class Watch(Notes):
         localizer: Any = self.localizer
         try:
             with torch.enable_grad():  # the loop may clip without
-                localizer.ask_replicas()
+                localizer.check_replicas()
                 policy, decided = self._policy(counts, norm)
                 policy = None if policy is None else self.prepare_search(decided, policy)
                 taken = localizer.before_step(decided, policy)

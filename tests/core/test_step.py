@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer's step tells of its loss, and the same on the host, read once."""
+"""A step's loss and its coefficients, on the device and on the host, where they are read once."""
 
 import pytest
 import torch

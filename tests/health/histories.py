@@ -103,13 +103,13 @@ TROUBLES = (
 
 
 def run(rows, config=None, grad_clip=1.0, judge=None, first=1):
-    """The verdicts of a list of metrics, one per step from ``first`` on."""
+    """Return the judgements of a list of metrics, one per step from ``first`` on."""
     judge = judge or Judge(config or HealthConfig(), grad_clip)
     return [judge.observe(first + index, row) for index, row in enumerate(rows)]
 
 
 def with_trouble(trouble, calm=CALM, after=0):
-    """A healthy run that gets into trouble."""
+    """Return the metrics of a healthy run that gets into trouble."""
     rows = [healthy(step) for step in range(1, calm + trouble.steps + after + 1)]
     for row in rows[calm : calm + trouble.steps]:
         row.update(trouble.metrics)
@@ -117,5 +117,5 @@ def with_trouble(trouble, calm=CALM, after=0):
 
 
 def named(verdict):
-    """Reason -> state."""
+    """Return reason -> state."""
     return {reason.name: reason.state for reason in verdict.reasons}

@@ -42,8 +42,8 @@ def write_event(folder: str, number: int, who: str, start: Callable[[], None] = 
     with store.new_event(number, 0, 0) as name:
         start()
         event = Event(event_id=name, step=Step(global_step=number), trigger=Trigger(kind=who), verdict=TEXT)
-        documents = {"sequences": SequenceFile(event_id=name), "meta": BundleMeta(1.0, (), event)}
-        store.write_folder(name, {"input_ids": torch.arange(30_000)}, documents, {"picture.png": TEXT.encode()})
+        records = {"sequences": SequenceFile(event_id=name), "meta": BundleMeta(1.0, (), event)}
+        store.write_folder(name, {"input_ids": torch.arange(30_000)}, records, {"picture.png": TEXT.encode()})
         store.append(event)
     save_states({who: State(number)}, folder)
     return name

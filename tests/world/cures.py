@@ -83,7 +83,7 @@ CORRECTIONS = ("weigh_tokens", "veto", "drop_sequences")
 
 
 def edited(kind: str, cure: str = "", line: str = "") -> Any:
-    """The batch of a kind, with what the trainer makes of it under this setting, where that is not the loss's."""
+    """Return the batch of a kind, changed as the trainer would under this setting, where it is none of the loss's."""
     overrides, edits = KINDS[kind]
     batch = make_batch(rollout_noise=0.0 if {*OFF_POLICY} <= {*overrides} else None)  # which TRL goes by
     tensors = batch.batch
@@ -103,13 +103,13 @@ def edited(kind: str, cure: str = "", line: str = "") -> Any:
 
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-        told = OmegaConf.from_dotlist(line.split()).algorithm.rollout_correction
-        batch, _ = compute_rollout_correction_and_add_to_batch(batch, told)
+        settings = OmegaConf.from_dotlist(line.split()).algorithm.rollout_correction
+        batch, _ = compute_rollout_correction_and_add_to_batch(batch, settings)
     return batch
 
 
 def _reward(batch: Any, scale: float, is_divided: bool) -> None:
-    """Rewards of this size on top of a common one, and GRPO's advantages by verl's own function."""
+    """Scale the rewards in place, and compute GRPO's advantages of them by the trainer's own rule."""
     rewards, mask = batch.batch["token_level_scores"].mul_(scale), batch.batch["response_mask"]
     if find_spec("verl"):
         from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage

@@ -106,7 +106,7 @@ _SHARDED = "sharded at load"
 
 
 def setup_of(trainer: Any) -> dict[str, Any]:
-    """Return these facts of a trainer, by name, and whether transformers shards its model."""
+    """Return the facts of a trainer that a search depends on, by name, and whether transformers shards its model."""
     args, accelerator = trainer.args, trainer.accelerator
     config, kind = getattr(trainer.model.config, "distributed_config", None), accelerator.distributed_type.name
     return {

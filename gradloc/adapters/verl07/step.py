@@ -119,8 +119,8 @@ class ActorStep(VerlStep, ActorLoss):
         config = actor.config
         is_chunked = config.entropy_from_logits_with_chunking and actor.use_remove_padding
         is_whole = (config.calculate_entropy or config.entropy_coeff != 0) and not is_chunked
-        each = logit_bytes(has_entropy=is_whole)
-        return int(num_positions * vocabulary * each) // actor.ulysses_sequence_parallel_size
+        bytes_each = logit_bytes(has_entropy=is_whole)
+        return int(num_positions * vocabulary * bytes_each) // actor.ulysses_sequence_parallel_size
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]

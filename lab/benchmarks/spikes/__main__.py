@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tool's answer to every spike of the collection, scored alike: docs/peers.md has the table.
+"""Ask every tool about every spike of the collection, and score the answers alike: docs/peers.md has the table.
 
     python -m lab.benchmarks.spikes                          # two fresh seeds of each kind and model
     python -m lab.benchmarks.spikes --seeds 1 --kind token --tool GradLoc --tool trainscope

@@ -38,14 +38,13 @@ class ArithmeticReward(NaiveRewardManager):
         fault.arm(fault.Fault(**fault_settings) if fault_settings else None)
 
     def __call__(self, data, return_dict=False):
-        """Score the rows; those of a validation are not passed to the fault."""
-        if not data.meta_info.get("validate"):
-            fault.observe(rows_of(data))
+        """Score the rows; those of a validation are not passed to the fault, and have no penalty."""
+        if data.meta_info.get("validate"):
+            return super().__call__(data, return_dict)
+        fault.observe(rows_of(data))
         result = super().__call__(data, return_dict)
-        if not data.meta_info.get("validate"):
-            responses = data.batch["responses"]
-            mask = data.batch["attention_mask"][:, -responses.shape[1] :]
-            rewards = result["reward_tensor"] if return_dict else result
-            runaways = is_runaway(responses, mask, self.tokenizer.eos_token_id)
-            rewards[runaways] *= self.runaway_penalty
+        responses = data.batch["responses"]
+        mask = data.batch["attention_mask"][:, -responses.shape[1] :]
+        rewards = result["reward_tensor"] if return_dict else result
+        rewards[is_runaway(responses, mask, self.tokenizer.eos_token_id)] *= self.runaway_penalty
         return result
