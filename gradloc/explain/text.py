@@ -99,7 +99,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def plural_of(noun: str) -> str:
-    return noun + ("es" if noun.endswith(("h", "s")) else "s")
+    return noun + ("es" if noun.endswith(("h", "s")) and noun != "epoch" else "s")
 
 
 _NUMBERED = re.compile(r"(?<!optimizer )\b[Ss]teps?(?= \d)(?! \d+ of epoch)|(?<=the last )step(?=, \d)")

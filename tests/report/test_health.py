@@ -73,3 +73,8 @@ def test_health_advises_on_a_spike_what_the_report_of_its_event_does(shown):
         assert found.advice(finding.worst, finding.worst_step) == [(do.do, line) for line in do.lines.values()]
     said = shown("health", "examples/demo")
     assert said.count(do.do) == 1 and "ppo_epochs" not in said and "grad_clip" not in said
+
+
+def test_health_does_not_advise_to_go_back_where_the_report_does_not(shown):
+    said = shown("health", "tests/data/logs/console/nan.log")
+    assert "before step 47" in said and "Resume from an earlier checkpoint" not in said

@@ -40,7 +40,7 @@ FAIL_ON = {"found": "anything is found", "warning": "a step is in warning or dan
 """Conditions under which a command exits with 1."""
 EXIT_CODES = """\
 exit codes:
-  0  judged, and nothing is wrong, or no --fail-on was given
+  0  judged; with --fail-on: and nothing that it names was found
   1  found what --fail-on names
   2  could not be read, or could not be judged: nothing that a rule reads, or too few steps
 """
@@ -49,7 +49,7 @@ exit codes:
 def add_fail_on(parser: argparse.ArgumentParser) -> None:
     """Add ``--fail-on``, which :func:`exit_code` reads."""
     said = "; ".join(f"{name}: {when}" for name, when in FAIL_ON.items())
-    parser.add_argument("--fail-on", choices=FAIL_ON, metavar="WHAT", help=f"end with 1 where {said}")
+    parser.add_argument("--fail-on", choices=FAIL_ON, metavar="WHAT", help=f"exit with 1 on WHAT; {said}")
 
 
 def exit_code(fail_on: str | None, is_judged: bool, is_found: bool, states: Iterable[str]) -> int:

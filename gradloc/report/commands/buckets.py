@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--list-steps", action="store_true", help="print the analysed steps")
     form.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
-    parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
+    parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="only these steps")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help=f"default: {OUTPUTS}/<run's name>")
     three = parser.add_argument_group("one figure of three steps")
     three.add_argument("--mode", choices=("grpo", "ppo"), help="what the figure's title says")

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="MODEL", help=f"a model's folder or config.json, or a size: {', '.join(MODELS)}"
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="of the run, on TRL, whose arguments do not say (default: 1)"
+        "--gpus", type=int, metavar="N", help="GPUs of the run, for TRL, whose arguments do not say (default: 1)"
     )
     parser.add_argument(
         "--card", type=float, default=CARD_GIB, metavar="GIB", help="memory of a device (default: %(default)s)"

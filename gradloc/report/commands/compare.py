@@ -24,7 +24,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder or log")
-    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another's")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another run's folder or log")
     add_log_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an HTML page, or the format asked for")
     form = parser.add_mutually_exclusive_group()

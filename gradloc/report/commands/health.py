@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="RUN", help="a run's folder or log; - for standard input")
     parser.add_argument("--json", action="store_true", help="every step's state, as JSON")
     add_log_arguments(parser)
-    parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
+    parser.add_argument(
+        "--metrics", type=Path, metavar="PATH", help="the run's metrics, where they are not in its folder"
+    )
     clip = "the norm that gradients were clipped to; 0: none (default: 1 for verl's own logs, else unknown)"
     parser.add_argument("--grad-clip", type=float, metavar="NORM", help=clip)
     add_set_argument(parser, "a threshold of trainer.health, such as policy_kl=[0.2,null]")
@@ -61,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         nothing = f"{folder.path} has no metrics that can be judged: name the run's log, or its metrics with --metrics."
         raise ReportError(why or nothing)
     for run, health, diagnosis in zip(folder.runs, healths, folder.diagnoses, strict=True):
-        health.is_unrecovered = diagnosis.is_unrecovered
+        if health and not folder.events:
+            health.heed(diagnosis.is_unrecovered, diagnosis.worst and diagnosis.worst.peak.step)
         health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
     if args.json:
         output.deliver(None, _json(folder, healths[0]))
@@ -103,8 +106,8 @@ def _json(folder: RunFolder, health: RunHealth) -> str:
 def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     """Print the first run's health in full, and a line on each other run of the folder."""
     console, health = terminal.console(), healths[0]
-    one_of_several = f": {folder.runs[0].name}" if len(folder.runs) > 1 else ""
-    console.print(one_line(f"{folder.name}{one_of_several}"), style="bold")
+    name = folder.runs[0].name if len(folder.runs) > 1 else folder.name
+    console.print(one_line(name if name.startswith(folder.name) else f"{folder.name}: {name}"), style="bold")
     is_led = False
     if not folder.events:
         diagnosis = folder.diagnoses[0]
@@ -114,6 +117,10 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
             console.print(one_line(f"{diagnosis.headline} {capitalized(diagnosis.label)}."), style="bold red")
     if health.num_unwell or not is_led:
         console.print(health.headline)
+    if is_led and diagnosis.advice:
+        console.print(one_line(diagnosis.advice))
+        if diagnosis.command:
+            console.print(f"    {one_line(diagnosis.command)}", style="cyan", soft_wrap=True)
     console.print(_strip(health))
     _print_findings(console, health, folder)
     if spikes := {row.step for row in folder.events.rows} & {

@@ -26,7 +26,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
-    parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="these only")
+    parser.add_argument("--step", "--steps", nargs="+", type=int, metavar="N", help="only these steps")
     parser.add_argument("--json", action="store_true", help="print the numbers, draw nothing")
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the figures")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help=f"default: {OUTPUTS}/<run's name>")

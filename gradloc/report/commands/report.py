@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
     form.add_argument("--list", action="store_true", help="the events' names and nothing else")
     parser.add_argument("--event", action="append", metavar="ID", help="only this event; may be given again")
-    parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
+    parser.add_argument(
+        "--metrics", type=Path, metavar="PATH", help="the run's metrics, where they are not in its folder"
+    )
     add_log_arguments(parser)
     add_fail_on(parser)
 

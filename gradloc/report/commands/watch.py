@@ -239,11 +239,13 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's folder or log; it need not be there yet")
-    parser.add_argument("--metrics", type=Path, metavar="PATH", help="the run's metrics, when they lie elsewhere")
+    parser.add_argument(
+        "--metrics", type=Path, metavar="PATH", help="the run's metrics, where they are not in its folder"
+    )
     add_log_arguments(parser)
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--once", action="store_true", help="print the view once and end")
-    parser.add_argument("--json", action="store_true", help="for --once: as JSON, what the report's --json says")
+    parser.add_argument("--json", action="store_true", help="with --once: print the report's JSON")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, for this machine alone")
     parser.add_argument("--port", type=int, help=f"for --serve; 0: any (default: {PORT})")
 

@@ -182,7 +182,7 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         raise ReportError(" ".join([f"{name} has no metrics that can be read; it {kind}: name the run's log.", *notes]))
     unknown = "; it is no text, and no tracker's file that is known" if first.coding is None else ""
     refusal = (
-        f"{name} has no metrics that can be read{unknown}. Lines of a form of your own are read by "
+        f"{name} has no metrics that can be read{unknown}. To read lines of another form, give "
         f"--pattern 'step (?P<step>\\d+).*norm (?P<value>\\S+)'. Known forms: {KNOWN}."
     )
     raise ReportError(" ".join([refusal, *notes]))

@@ -79,7 +79,7 @@ def render(run: RunFolder, events: Events | None = None) -> str:
     diagnosis = run.diagnoses[0] if run.runs and not chosen else None
     sparks: list[tuple] = []
     if diagnosis:
-        health.is_unrecovered = diagnosis.is_unrecovered
+        health.heed(diagnosis.is_unrecovered, diagnosis.worst and diagnosis.worst.peak.step)
         run.notes += diagnosis.limits
         if explosion := diagnosis.worst:
             sparks = [(part, *drawings.spark(part, explosion.peak.step)) for part in aftermath(explosion)]

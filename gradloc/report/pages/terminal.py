@@ -200,21 +200,26 @@ def diagnosis(folder: RunFolder) -> None:
     out.print(visible(first.headline), style="bold red" if first.kind else "")
     if first.label:
         out.print(f"Kind: {first.label}.")
-    for sentence in first.sentences:
+    for sentence in first.sentences[:-1]:
         out.print(visible(sentence))
+    health = judge(first.run.parts)
+    health.heed(first.is_unrecovered, first.worst and first.worst.peak.step)
+    if first.kind or health.num_unwell or health.is_too_short or not health:  # else health names rows and metrics
+        out.print(visible(first.ground), style="dim")
+    if first.advice:
+        out.print(visible(first.advice))
     if first.command:
         out.print(f"    {visible(first.command)}", style="cyan", soft_wrap=True)
     out.print()
     for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics):
         out.print(line)
-    health = judge(first.run.parts)
-    health.is_unrecovered = first.is_unrecovered
     if health and (health.num_unwell or not first.kind):  # rules that saw nothing do not contradict the kind
         out.print(f"Health: {health.headline}")
         for verdict in health.firsts:
             reason = verdict.reasons[0]
+            if reason.name == "gradient_jump" and first.worst and verdict.step == first.worst.peak.step:
+                continue  # the headline says it
             out.print(f"  {reason.name}, {health.unit} {verdict.step}: {reason.sentence}", style="dim")
-    out.print(visible(first.ground), style="dim")
     for note in first.limits:
         out.print(visible(note), style="yellow")
     if others:

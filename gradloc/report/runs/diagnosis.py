@@ -254,9 +254,8 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
             f"The run was later resumed from before step {worst.peak.step}, so a plot may show the later values only."
         )
     made.sentences += _others(made.explosions)
-    made.sentences.append(_on_tokens(run, worst.peak.step))
     advice, made.command = _advise_resume(run, made.explosions, is_hurt, bool(sound))
-    made.sentences.append(advice)
+    made.sentences.append(f"{_on_tokens(run, worst.peak.step, 'GradLoc on' in advice)} {advice}")
 
 
 def _loss_at(metrics: Metrics, step: int) -> list[str]:
@@ -269,16 +268,18 @@ def _loss_at(metrics: Metrics, step: int) -> list[str]:
     return [f"{name} is {number(loss, 3)} at step {step}, and was {number(median(before), 3)} before it."]
 
 
-def _on_tokens(run: LoggedRun, step: int) -> str:
-    """Say where the tokens of a step's spike are named, or why they are not."""
+def _on_tokens(run: LoggedRun, step: int, is_on_advised: bool) -> str:
+    """Say where the tokens of a step's spike are named, or why they are not; ``is_on_advised``: other advice says to
+    turn GradLoc on.
+    """
     metrics = run.metrics
     if not any(name.startswith("gradloc/") for name in metrics.series):
         is_loop = run.trainer == "other"
         turn_on = "add gradloc.Watch(model, optimizer) to the loop" if is_loop else "train with GradLoc on"
-        return f"A log cannot show which tokens did it: {turn_on}."
+        return "A log cannot show which tokens did it" + ("." if is_on_advised else f": {turn_on}.")
     spikes, thresholds = (dict(metrics.logged(f"gradloc/{name}")) for name in ("spikes", "threshold"))
     if spikes.get(step) != 0:
-        return "Which tokens did it is in the events that GradLoc wrote: name their folder, which gradloc.dump_dir set."
+        return "GradLoc wrote which tokens did it: name the folder of its events, which gradloc.dump_dir set."
     why = "its threshold is higher" if step in thresholds else "a run's first steps have no threshold (trigger.warmup)"
     return f"GradLoc was on, and took step {step} for no spike: {why}."
 
@@ -350,7 +351,7 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
     if len(silent) == len(steps):
         num_finite = sum(math.isfinite(step.norm) for step in steps)
         if num_finite < warmup:
-            count = f"{num_finite}" if num_finite == len(steps) else f"{num_finite} with a finite norm"
+            count = f"{num_finite}" if num_finite == len(steps) else f"{num_finite or 'none'} with a finite norm"
             return [f"A threshold needs {warmup} steps, and this log has {count}, so {reported}."]
         return [f"The trigger's rule learned no threshold from {plural(num_finite, 'finite norm')}: {reported}."]
     return [f"The first {len(silent)} steps have no threshold yet: there, {reported}."]
@@ -399,8 +400,8 @@ def _effects(worst: Explosion, since: int | None = None) -> tuple[str, bool | No
             loss = logged[-1][1]
             if loss > 1.3 * max(before) > 0 or not math.isfinite(loss):
                 was = number(median(before), 3)
-                return f"The log ends here; {name} is {number(loss)} at that step, and was {was} before.", True
-        return "The log ends here, so its effect is unknown.", None
+                return f"{capitalized(name)} is {number(loss)} at that step, and was {was} before.", True
+        return f"What this did to the {_deciding(metrics)} is not in the log.", None
     changes: list[str] = []
     steady: list[str] = []
     lasting: set[str] = set()
@@ -553,7 +554,7 @@ def _advise_resume(
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the {_deciding(run.metrics)} is where it was. Continue{end}", on
     if is_first and begin != "late" and worst.kind in ("lost", "end"):
-        start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
+        start = "The norm is so from the first row on, so" if begin else "If this log begins with the run,"
         return (
             f"{start} a restart with the same settings will repeat it. Look at the precision, the learning rate, "
             "and the first batch's data and labels."

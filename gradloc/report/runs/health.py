@@ -55,10 +55,16 @@ class RunHealth:
     """What the steps count, as :class:`~..logs.recording.Recording` says."""
     is_unrecovered: bool = False
     """Whether the run ends as it is not to be; the rules learn a new level, and then call its last step healthy."""
+    spike: int | None = None
+    """Step of the run's worst spike by its norms."""
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.verdicts)
+
+    def heed(self, is_unrecovered: bool, spike: int | None) -> None:
+        """Take over what the run's diagnosis found, which its headline must not contradict."""
+        self.is_unrecovered, self.spike = is_unrecovered, spike
 
     @property
     def state(self) -> str:
@@ -95,9 +101,16 @@ class RunHealth:
             return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; no other rule reads {them}."
         if not self.num_unwell:
             return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
-        if self.is_unrecovered and last.state == STATES[0]:
-            return self.share
-        return f"{self.share} At the last step, {last.step}: {last.state}."
+        said = [self.share]
+        is_said = self.is_unrecovered and last.state == STATES[0] or self.num_unwell == 1 and last is self.worst
+        if not is_said:
+            said.append(f"At the last step, {last.step}: {last.state}.")
+        if any(verdict.step == self.spike and not verdict.reasons for verdict in self.verdicts[: self.warmup]):
+            said.append(
+                f"The spike at step {self.spike} is in the first {self.warmup} steps, in which rules that compare with "
+                "the run's own past find nothing."
+            )
+        return " ".join(said)
 
     @property
     def share(self) -> str:

@@ -90,7 +90,8 @@ class RunFolder:
         """Return the advice for a reason of the health rules at a step, as pairs of a sentence and a line.
 
         A rule on gradients has the advice of the step's event, which knows the cause. A supervised run gets no advice
-        on rollouts, rewards and a KL; one with events has no GradLoc to turn on.
+        on rollouts, rewards and a KL; one with events has no GradLoc to turn on; and where a log's diagnosis says
+        whether to go back, no rule says otherwise.
         """
         names = ADVICE[reason.name]
         at_step = [(row.severity, at) for at, row in enumerate(self.events.rows) if row.step == step]
@@ -98,7 +99,10 @@ class RunFolder:
             found = self.next_step(self.events[max(at_step)[1]])
             lines = found.lines if found is not None else {}
             return [(f"{found.do} ({label})" if label else found.do, line) for label, line in lines.items()]
-        names = tuple(name for name in names if name != "localize" or not self.events.rows)
+        said = {"localize"} if self.events.rows else set[str]()
+        if not self.events.rows and any(diagnosis.advice for diagnosis in self.diagnoses[:1]):
+            said = {"go_back"}
+        names = tuple(name for name in names if name not in said)
         if not is_supervised(self.metrics):
             return actions_of(names, self.trainer, self.settings)
         found = actions_of(supervised(names), self.trainer, self.settings)

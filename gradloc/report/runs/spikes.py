@@ -75,7 +75,7 @@ def missing_norm(metrics: Metrics, name: str) -> str:
 
 _NO_NORM = re.compile(
     r"loss|scale|\blr\b|learning|epoch|sec|time|acc|score|reward|entropy|kl\b|mem|tok|step|iter|\beta\b|speed|ppl|perplex"
-    r"|xent|val|eval|test|length|samples|mfu|tps|\bdt|percent|skip",
+    r"|xent|val|eval|test|length|samples|mfu|tps|\bdt|percent|skip|return|episod|elapsed|remaining|\brate\b|rmse|\bmae\b",
     re.IGNORECASE,
 )
 """Names of what is no gradient norm."""
@@ -121,7 +121,7 @@ KINDS = {
     "collapse": "a spike, and the run did not recover",
     "level": "a new level",
     "growth": "growth",
-    "lost": "not finite to the end of the log",
+    "lost": "no recovery from NaN or infinity",
     "end": "the log ends at the spike",
     "start": "the first steps",
     "clipped": "clipped before logging",
@@ -130,7 +130,7 @@ KINDS = {
     "skipped": "skipped steps",
     "vanish": "loss and gradient vanish",
     "height": "norms too large to train at",
-    "fell": "a collapse without a spike",
+    "fell": "a collapse or divergence without a spike",
     "loss": "a spike of the loss",
 }
 """Kinds of explosions with their titles."""
@@ -325,6 +325,9 @@ def ceiling(steps: Sequence[Judged]) -> str:
     )
 
 
+_NO_GRADIENT = "Advantages that are all 0, an empty mask or frozen weights may be the cause."
+
+
 def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
     """Say that norms are 0, always or from a step on; empty where they are not."""
     if steps and all(step.norm == 0 for step in steps):
@@ -339,13 +342,13 @@ def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
                 f"{subject}, and the loss is not ({number(loss[-1], 3)} in the last row): the gradient is lost on its "
                 "way. Look for frozen weights, a detached loss, or a norm that is logged before it is computed."
             )
-        return f"{subject}: nothing is learned."
+        return f"{subject}: nothing is learned. {_NO_GRADIENT}"
     count = next((at for at, step in enumerate(reversed(steps)) if step.norm != 0), 0)
     if count < LASTING:
         return ""
     return (
         f"The gradient norm is 0 from step {steps[-count].step} on, to the end of the log ({plural(count, 'step')}): "
-        "nothing is learned in them. Advantages that are all 0 or an empty mask may be the cause."
+        f"nothing is learned in them. {_NO_GRADIENT}"
     )
 
 

@@ -100,7 +100,7 @@ def test_what_followed_a_spike_is_drawn_and_the_curve_has_steps_below_it_and_its
     [
         ({"gradloc/spikes": 0.0}, "a run's first steps have no threshold"),
         ({"gradloc/spikes": 0.0, "gradloc/threshold": 5e3}, "its threshold is higher"),
-        ({"gradloc/spikes": 1.0, "gradloc/threshold": 5.0}, "name their folder"),
+        ({"gradloc/spikes": 1.0, "gradloc/threshold": 5.0}, "name the folder of its events"),
     ],
 )
 def test_a_loop_s_spike_without_an_event_is_no_event_s_and_not_verl_s(tmp_path, ours, says):
@@ -166,7 +166,15 @@ def test_the_norms_of_all_rows_are_counted_as_read(shown):
 @pytest.mark.parametrize("num_rows", [3, 4, 30])
 def test_a_trainer_s_closing_summary_is_not_what_a_run_is_judged_from(tmp_path, shown, num_rows):
     rows = [{"loss": 2 - step / 50, "grad_norm": 0.5, "epoch": step / num_rows} for step in range(num_rows)]
+    rows[-1]["grad_norm"] = 90.0
     rows.append({"train_runtime": 30.1, "train_loss": 1.7, "epoch": 1.0})
     (tmp_path / "a.log").write_text("".join(f"{row}\n" for row in rows))
-    code = 0 if num_rows > 8 else 2  # too short to judge
+    code = 0 if num_rows > 3 else 2  # too short to judge
     assert f"Judged from {num_rows} rows of grad_norm, loss." in shown(tmp_path / "a.log", code=code)
+
+
+def test_health_says_why_no_rule_found_a_spike_of_the_first_steps(shown):
+    for command in ("report", "health"):
+        said = shown(command, DATA / "logs" / "console" / "first.log")
+        assert "Step 1: gradient norm 903" in said and "The spike at step 1 is in the first 10 steps" in said
+        assert "the first 10 steps" not in shown(command, DATA / "logs" / "console" / "last.log")

@@ -178,7 +178,7 @@ def test_refusals_are_one_sentence_each(tmp_path):
         (tmp_path / "missing", "does not exist"),
         (tmp_path / "empty", "holds no run's log: name a folder or file with one"),
         (other, "holds no run's log (notes.txt cannot be read as logs): name a folder or file with one"),
-        (other / "notes.txt", "has no metrics that can be read. Lines of a form of your own are read by --pattern"),
+        (other / "notes.txt", "has no metrics that can be read. To read lines of another form, give --pattern"),
         (tmp_path / "several", "several runs are under this folder"),
         (broken, "holds no event that can be read"),
     ]:
