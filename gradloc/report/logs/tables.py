@@ -315,8 +315,9 @@ class _Table:
             num_empty += 1
             is_short = 2 * len(cells) < len(self.names) > SAMPLE  # cut off, or made to cost much
             is_long = len(cells) > len(self.names) and any(map(str.strip, cells[len(self.names) :]))  # two rows' parts
-            step = None if is_short or is_long else as_step(self._number(cells, self.step_at))
-            if step is None and self.step_at is not None:
+            is_short |= self.step_at is None and len(cells) < len(self.names)  # no step says that it is whole
+            step = as_step(self._number(cells, self.step_at))
+            if is_short or is_long or step is None and self.step_at is not None:
                 is_rule = all(_FRAME.fullmatch(cell or " ") for cell in cells)
                 num_rows -= is_rule
                 num_bad += not is_rule
