@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import pairwise
-from statistics import median
 from sys import intern
 
 from ...record.files import parse_json
@@ -372,11 +371,20 @@ class Printed(Grammar):
             self.rows[process] = [(at, values) for at, (_, values) in zip(steps, self.rows[process], strict=True)]
 
     def _by_bars(self, process: str) -> list[int]:
-        """Return the steps of a process's rows by the bar that counts them; empty where none does."""
-        bars, after, epochs = self._bars[process], self._after[process], self._epochs(process)
+        """Return the steps of a process's rows by the bar that counts them; empty where none does.
+
+        A bar is drawn again below a line, with the line's own step; the one above may be late.
+        """
+        epochs = self._epochs(process)
         for total in reversed(self.bars):
-            steps = _steps([known.get(total) for known in bars], [known.get(total) for known in after], epochs)
-            if _are_a_trainers(steps, epochs):
+            above, below = ([known.get(total) for known in bars[process]] for bars in (self._bars, self._after))
+            if len(below) > 2 and below[-1] is None and None not in below[:-1]:
+                below[-1] = 2 * below[-2] - below[-3]  # the log ends with the line
+            known, drawn = ([count for count in counts if count is not None] for counts in (above, below))
+            if known and above[0] is None:  # lines before the first bar
+                apart = known[0] - drawn[0] or sum(known[1:2]) - known[0]
+                above = [known[0] - apart * back for back in range(len(above) - len(known), 0, -1)] + known
+            if steps := next((steps for steps in (above, below) if _are_a_trainers(steps, epochs)), []):
                 return steps
         return []
 
@@ -384,32 +392,11 @@ class Printed(Grammar):
         return [values.get("epoch") for _, values in self.rows[process]]
 
 
-def _steps(before: list[int | None], after: list[int | None], epochs: list[float | None]) -> list[int]:
-    """Return the steps of lines by a bar's counts before each and after it; empty where they are not known.
-
-    A bar is drawn again below a line, with the line's own step; the one above may be late. Where it is not drawn again
-    the one below counts on. So they are the counts to which the epochs are in proportion.
-    """
-    if len(after) > 2 and after[-1] is None and None not in after[:-1]:
-        after = [*after[:-1], 2 * after[-2] - after[-3]]  # the log ends with the line
-    known = [count for count in before if count is not None]
-    if len(known) == len(before):
-        is_late = known[:1] == [0] or 2 * _misfit(after, epochs) < _misfit(known, epochs)
-        return after if is_late and None not in after else known
-    num_before = len(before) - len(known)
-    drawn_after = next((count for count in after if count is not None), None)
-    if not known or drawn_after is None:
-        return []
-    apart = known[0] - drawn_after if drawn_after < known[0] else known[1] - known[0] if len(known) > 1 else 0
-    first = [known[0] - apart * back for back in range(num_before, 0, -1)]
-    return first + known if apart > 0 and first[0] > 0 else []
-
-
-def _are_a_trainers(steps: list[int], epochs: list[float | None]) -> bool:
+def _are_a_trainers(steps: list[int | None], epochs: list[float | None]) -> bool:
     """Return whether a bar's counts are the steps of lines: as far apart as a Trainer logs, in proportion to epochs."""
-    gaps = Counter(later - step for step, later in pairwise(steps))
-    if not steps or 0 in gaps:
+    if None in steps or 0 in steps:
         return False
+    gaps = Counter(later - step for step, later in pairwise(steps))
     apart = gaps.most_common(1)[0][0] if gaps else steps[0]
     if apart <= 0 or any(step % apart for step in steps[steps[0] == 1 : -1]):
         return False
@@ -431,13 +418,6 @@ def _numbers(epochs: list[float | None], ends: set[int]) -> list[int]:
         last = last if epoch is None else epoch
         first = last if is_new or math.isnan(first) else first
     return made
-
-
-def _misfit(counts: list[int | None], epochs: list[float | None]) -> float:
-    """Return how far epochs are at most from being in proportion to counts."""
-    points = [(count, epoch) for count, epoch in zip(counts, epochs, strict=True) if count and epoch]
-    rate = median(epoch / count for count, epoch in points) if len(points) > 2 else math.inf
-    return max((abs(epoch - rate * count) for count, epoch in points), default=math.inf)
 
 
 def _is_training(values: dict[str, float]) -> bool:

@@ -42,7 +42,7 @@ class Guessed(Grammar):
         )
         """By what lines say of a step, and the number of their counts, then by process: counts, and values."""
         self.num_kept = 0
-        self._unfinite: set[tuple] = set()
+        self._unfinite: list[tuple] = []
         """The keys of lines with a norm or a loss that is not finite, where a line holds nothing but metrics."""
 
     @property
@@ -80,7 +80,7 @@ class Guessed(Grammar):
                 self._kept[wanted, len(free)][process].append(([float(at[1]) for at in free], values))
                 self.num_kept += 1
                 if not all(isfinite(values[name]) for name in wanted) and (len(values) > 2 or ALONE.fullmatch(line)):
-                    self._unfinite.add((wanted, len(free)))
+                    self._unfinite.append((wanted, len(free)))
 
     def resolve(self) -> None:
         """Make rows of the lines that are most, where a count says their step; lines with a norm or a training loss
