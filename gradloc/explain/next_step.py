@@ -186,6 +186,8 @@ def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep 
         lines = _lines(name, evidence)
         if lines:
             do = rule.say if name == rule.do[0] and rule.say else ACTIONS[name].do
+            if name == "mask" and name != rule.do[0]:  # the run does already what goes to the root
+                do = "Until the cause is found, take such steps without the culprits."
             do, why, check = (sentence.format_map(text).rstrip() for sentence in (do, rule.why, rule.check))
             return _with_cure(NextStep(do, lines, why, check), evidence, has_own_words=bool(rule.say))
     return _with_cure(None, evidence)

@@ -25,8 +25,8 @@ _TRIGGERS = {
 }
 
 CERTIFICATES = {
-    "explained": "explained: without the culprits the step is healthy",
-    "not_explained": "not explained: without the culprits the step still spikes",
+    "explained": "explained, as the step is healthy without the culprits",
+    "not_explained": "not explained, as the step still spikes without the culprits",
     "undecided": "undecided",
     "not_the_data": "no token is accused, since the batch is not at fault",
 }

@@ -116,7 +116,7 @@ def columns(
 def _check(made: Columns) -> None:
     if len(made) < FEW:
         raise TooFewTokensError(
-            f"The mask leaves {len(made)} tokens, and a verdict needs {FEW}: give more rows, or check the mask."
+            f"The response mask leaves {len(made)} tokens, and a verdict needs {FEW}: give more rows, or fix the mask."
         )
     for name, column in (("rollout engine", made.rollout), ("trainer", made.trainer)):
         known = column[np.isfinite(column)]

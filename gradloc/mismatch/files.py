@@ -107,7 +107,8 @@ def _columns(files: list[Path]) -> Columns:
     for file in files:
         if file.suffix not in READERS:
             raise MismatchError(
-                f"{file} is none of {', '.join(READERS)}, and no log: name a file with both log-probs of each token."
+                f"{file} is neither a log that can be read nor one of {', '.join(READERS)}: name a file with both "
+                "log-probs of each token."
             )
         if not file.stat().st_size:
             raise MismatchError(f"{file} is empty.")

@@ -114,7 +114,7 @@ def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
 @pytest.mark.parametrize(
     "name, text, said",
     [
-        ("a.txt", "x", "is none of .jsonl"),
+        ("a.txt", "x", "is neither a log that can be read nor one of .jsonl"),
         ("a.csv", "rollout_log_probs,b\n-1,2\n", r"of the trainer's log-probs \(found: b, rollout_log_probs\)"),
         ("a.jsonl", "no json\n", r"a.jsonl cannot be read \(Expecting value"),
         ("a.jsonl", "", "a.jsonl is empty"),
@@ -162,7 +162,7 @@ def test_each_event_of_a_run_is_a_step_and_a_short_one_is_noted(tmp_path, capsys
     assert main(["mismatch", str(tmp_path / "run")]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("step000007-epoch0-mini0: ")
-    assert said.err.startswith("step000024-epoch0-mini0: The mask leaves 144 tokens")
+    assert said.err.startswith("step000024-epoch0-mini0: The response mask leaves 144 tokens")
 
 
 def test_of_an_event_with_few_tokens_the_log_says_how_much(tmp_path, capsys, monkeypatch):

@@ -111,7 +111,7 @@ def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_p
     named = lines(shown("check", trl(), "--model", "7B"))
     for name in ("training", "search 1", "search 4"):
         assert read[name] == named[name]
-    assert lines(shown("check", trl(model_name_or_path="org/hub")))["memory"].startswith("not known: no sizes")
+    assert lines(shown("check", trl(model_name_or_path="org/hub")))["memory"].startswith("not known: give --model")
     none = lines(shown("check", trl(), "--model", "72B", "--card", "40"))
     assert none["training"].endswith("does not fit") and none["search"].startswith("no way fits")
     for wrong in ({"num_attention_heads": 0}, {"intermediate_size": None}):

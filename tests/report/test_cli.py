@@ -120,7 +120,7 @@ def test_a_file_is_guessed_by_its_name_and_not_by_an_ending_that_all_have(tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("run --event nope", "has no event 'nope': there are step000005-epoch0-mini0"),
+        ("run --event nope", "has no event 'nope': it has step000005-epoch0-mini0"),
         ("run --event step00005-epoch0-mini0", "did you mean step000005-epoch0-mini0?"),
         ("health EMPTY", "one of the words is empty: a variable of the shell may have no value."),
         ("mismatch rnu", "rnu does not exist: did you mean run?"),

@@ -77,7 +77,7 @@ def chosen(analyses: dict[int, Any], steps: list[int] | None) -> list[Any]:
     """Return the analyses of these steps, or of all; raise ReportError where a step was not analysed."""
     for step in steps or ():
         if step not in analyses:
-            raise ReportError(f"step {step} was not analysed: there are {first_of([*map(str, analyses)])}.")
+            raise ReportError(f"step {step} was not analysed; those that were: {first_of([*map(str, analyses)])}.")
     return [analyses[step] for step in steps or analyses]
 
 

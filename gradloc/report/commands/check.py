@@ -146,7 +146,7 @@ def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
             content = None
         if not isinstance(content, dict) or is_larger(content, SETTINGS // 4):
             raise ReportError(
-                f"{first} is no configuration in YAML or JSON: name a run.sh or config.yaml; a log: gradloc {first}"
+                f"{first} is no configuration in YAML or JSON: name a run.sh or config.yaml. For a log: gradloc {first}"
             )
         if "actor_rollout_ref" not in content and "defaults" not in content:
             return _read_trl(first, content, overrides, gpus or 1)
@@ -347,7 +347,7 @@ def _model(name: str) -> Model | str:
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        return f"no sizes are known of {given or 'the model'}: name a model's folder or {', '.join(MODELS)} by --model"
+        return f"give --model a model's folder, or one of {', '.join(MODELS)}{f' (found {given})' if given else ''}"
     try:
         return model_of(path.parent.name, read_json(path))
     except (ValueError, *_WRONG_KINDS) as error:

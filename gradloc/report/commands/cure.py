@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = read_run(args.path, None, None)
     if not folder.events:
-        raise ReportError(f"{args.path} has no event: cure counts what healed a run's events; name a run with some.")
+        raise ReportError(
+            f"{args.path} has no event, and cure counts which settings heal a run's events: name the folder of a run "
+            "with some."
+        )
     measured = [event for event in folder.events if event.cures]
     if args.json:
         keys = ("setting", "heals", "does_not")

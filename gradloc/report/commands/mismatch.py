@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         steps = read(args.path, notes)
         if args.step is not None and args.step not in steps:
-            raise ReportError(f"{args.path} has no step {args.step}: there are {first_of([*steps])}.")
+            raise ReportError(f"{args.path} has no step {args.step}; it has {first_of([*steps])}.")
         verdicts = {name: judge(columns) for name, columns in steps.items()}
     except MismatchError as error:
         is_short, log = isinstance(error, TooFewTokensError), args.path

@@ -246,7 +246,7 @@ def _read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
         here = f" ({first_of(unread)} cannot be read as logs)" if unread else ""
         links = [path.name for path in folder.iterdir() if path.is_symlink() and not is_inside(path, folder)]
         here += f" ({first_of(sorted(links))} leads out of it, and is not followed)" if links else ""
-        notes.append(f"{folder} holds no run's log{here}: name a folder or file with one: {KNOWN}.")
+        notes.append(f"{folder} holds no run's log{here}. What can be read: {KNOWN}.")
     return kept, notes
 
 

@@ -383,7 +383,7 @@ def _where(event: Event) -> Section:
         hidden = len(search.path) - _MAX_PROBES
         rest: list[Block] = [f"And {plural(hidden, 'part')} more."] if hidden > 0 else []
         path = Table(("part", "norm", "threshold", "outcome"), [_probe(probe) for probe in search.path[:_MAX_PROBES]])
-        blocks.append(Fold("Its path: each part's norm and threshold", [path, *rest]))
+        blocks.append(Fold("The search's path, with each part's norm and threshold", [path, *rest]))
     return Section("where", "Where it is", blocks)
 
 
@@ -447,7 +447,8 @@ def _replays(event: Event) -> Iterator[str]:
         how = f"whose difference has a norm of {number(difference, 2)}" if difference else "that agree bit for bit"
         yield f"Two replays of {_REPLAYED[event.certificate.method]} gave gradients {how}."
     if event.head_grad_norm is not None:
-        yield f"The output head's part of the gradient has norm {number(event.head_grad_norm)}."
+        in_all = "" if event.trigger.grad_norm is None else f", of {number(event.trigger.grad_norm, 3)} in all"
+        yield f"The output head's part of the gradient has norm {number(event.head_grad_norm, 3)}{in_all}."
 
 
 _MAX_PROBES = 160

@@ -154,7 +154,7 @@ def _print_block(out: Console, block: Block) -> None:
         for part in block.blocks:
             _print_block(out, part)
     elif isinstance(block, Fold) and not block.token:
-        out.print(f"  ({block.summary}: on the page, and in --format md)", style="dim")
+        out.print(f"  ({block.summary}; see the page, or --format md)", style="dim")
 
 
 def _cell(cell: str | TokenCell) -> str:

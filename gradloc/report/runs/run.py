@@ -156,7 +156,7 @@ class RunFolder:
         known = {row.event_id: at for at, row in enumerate(self.events.rows)}
         if event_id in known:
             return self.events[known[event_id]]
-        guess = did_you_mean(event_id, known) or f": there are {first_of(list(known)) or 'none'}."
+        guess = did_you_mean(event_id, known) or f": it has {first_of(list(known)) or 'none'}."
         raise ReportError(f"{self.path} has no event {event_id!r}{guess}")
 
 

@@ -67,7 +67,7 @@ def test_the_page_shows_everything_of_an_event_in_the_order_promised(plain):
     body = plain.partition("<main>")[2]
     parts = ['"headline"', '"lede"', '"text passage"', '"figures"', '"card hurt"', '"card todo"', '"context"']
     parts += [">The run</h2>", ">The tokens</h3>", ">Why</h3>", ">Where it is</h3>", ">Gradient norm by layer<"]
-    parts += [">Its path: ", ">Proof and replay</h3>"]
+    parts += [">The search&#39;s path, ", ">Proof and replay</h3>"]
     places = [body.index(part) for part in parts]
     assert places == sorted(places)
     assert "buckets-title" not in body, "a run without analyses has no such section"

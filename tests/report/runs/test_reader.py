@@ -176,8 +176,8 @@ def test_refusals_are_one_sentence_each(tmp_path):
     (broken / "gradloc" / "events.jsonl").write_text("{")
     for folder, words in [
         (tmp_path / "missing", "does not exist"),
-        (tmp_path / "empty", "holds no run's log: name a folder or file with one"),
-        (other, "holds no run's log (notes.txt cannot be read as logs): name a folder or file with one"),
+        (tmp_path / "empty", "holds no run's log. What can be read"),
+        (other, "holds no run's log (notes.txt cannot be read as logs). What can be read"),
         (other / "notes.txt", "has no metrics that can be read. To read lines of another form, give --pattern"),
         (tmp_path / "several", "several runs are under this folder"),
         (broken, "holds no event that can be read"),
