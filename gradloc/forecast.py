@@ -106,13 +106,12 @@ class Layout:
     shards: int = 1
     """Processes that one copy of weights, gradient and optimizer state is dealt out to: FSDP's, the distributed
     optimizer's; 1 under DDP."""
-    on_host: int = 8
-    """Devices of a node."""
+    gpus_per_node: int = 8
     tensor: int = 1
     pipeline: int = 1
-    whole: int = 0
+    whole_bytes: int = 0
     """Bytes for each weight that a process holds whole: DDP's buckets, Megatron's weights and its gradient."""
-    units: bool = True
+    gathers_by_layer: bool = True
     """Whether layers are gathered one by one (FSDP)."""
     trained: float = 1.0
     """Share of the weights that is trained; under 1 with adapters."""
@@ -128,13 +127,13 @@ class Load:
     """Positions of the largest micro-batch, prompts included, on one device."""
     micro_batches: int = 1
     """A rank's micro-batches in one optimizer step."""
-    wide: int = 2
+    number_bytes: int = 2
     """Bytes of a number that the model computes with."""
     is_checkpointed: bool = True
     logit_bytes: float = LOGIT_BYTES
     """Bytes of a logit in a forward alone, see :func:`logit_bytes`; 0 where a fused kernel never holds logits."""
-    logits: int = 3
-    """Tensors of all logits that training holds at its peak: these, their softmax, its gradient."""
+    num_logit_tensors: int = 3
+    """Tensors of all logits that training holds at its peak: the logits, their softmax, its gradient."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Plan:
     layout: Layout
     load: Load
     adapters: int = 0
-    """Their rank; 0: all weights are trained."""
+    """Rank of the adapters; 0: all weights are trained."""
     optimizer_steps: int = 1
     """The optimizer steps of an update."""
 
@@ -158,8 +157,7 @@ class Forecast:
     held: int
     """Device memory for weights, gradient, optimizer state, and samples of weights."""
     need: MemoryNeed
-    on_host: int
-    """Processes of a node."""
+    processes_per_node: int
 
     @property
     def trained(self) -> int:
@@ -172,7 +170,7 @@ class Forecast:
 
     def node(self, plan: SearchPlan) -> int:
         """Return the memory of a node's host that a search takes by this plan."""
-        return self.on_host * self.need.host_bytes(plan)
+        return self.processes_per_node * self.need.host_bytes(plan)
 
     def seconds(self, plan: SearchPlan) -> float:
         """Return the seconds to pin host memory, and to move tensors to it and back once."""
@@ -203,22 +201,22 @@ def forecast(model: Model, layout: Layout, load: Load) -> Forecast:
     )
     sample = FLOAT32 * SAMPLE * max(model.experts, 1)  # experts count as one tensor here
     samples = 2 * sum(min(size, sample) for size in owned)
-    held = is_there * (FLOAT32 * sum(tensors) + 3 * shards + samples) + layout.whole * model.weights // split
-    return Forecast(held, need, min(layout.on_host, layout.gpus))
+    held = is_there * (FLOAT32 * sum(tensors) + 3 * shards + samples) + layout.whole_bytes * model.weights // split
+    return Forecast(held, need, min(layout.gpus_per_node, layout.gpus))
 
 
 def _micro_batch(model: Model, layout: Layout, load: Load) -> int:
     """Return the bytes of forward and backward at their peak: in the head, or in the backward of the last layer."""
-    wide, each = load.wide, load.tokens * load.wide // layout.tensor
+    wide, each = load.number_bytes, load.tokens * load.number_bytes // layout.tensor
     table, layer, largest = (size // layout.tensor for size in (model.table, sum(model.tensors), max(model.tensors)))
     layer_bytes = load.tokens * model.layer_bytes(wide) // layout.tensor
     # the first stage of a pipeline holds a micro-batch for each stage
     kept = model.layers * (each * model.width if load.is_checkpointed else layer_bytes)
     again = layer_bytes if load.is_checkpointed else 0
     is_whole = layout.trained == 1  # a frozen weight has no gradient
-    head = load.logits * each * model.vocabulary + is_whole * wide * table
+    head = load.num_logit_tensors * each * model.vocabulary + is_whole * wide * table
     backward = again + is_whole * wide * largest + 2 * each * model.inner * max(model.active, 1)
-    if layout.units and layout.shards > 1:
+    if layout.gathers_by_layer and layout.shards > 1:
         # gathered: the head, a layer and the next; the head's gradient waits; a layer's is copied to be reduced
         head += wide * (table + layer)
         backward += wide * (table + 2 * layer) + is_whole * (wide * (table + layer - largest) + FLOAT32 * layer)

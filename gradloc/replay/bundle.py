@@ -94,10 +94,7 @@ def read_bundle(path: str) -> Bundle:
     folder = Path(path)
     check(folder.is_dir(), f"{path} is no folder: name an event's folder, gradloc/events/EVENT of a run.")
     for name in ("meta.json", "batch.safetensors"):
-        check(
-            (folder / name).is_file(),
-            f"{path} is no folder of an event with a bundle: it has no {name}.",
-        )
+        check((folder / name).is_file(), f"{path} is no folder of an event with a bundle: it has no {name}.")
         check(is_inside(folder / name, folder), f"{path}/{name} is a link out of the folder, and is not followed.")
     meta = _read_meta(folder / "meta.json")
     check(not meta.multi_modal_note, f"{path} cannot be replayed: {meta.multi_modal_note}.")

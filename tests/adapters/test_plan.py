@@ -58,4 +58,4 @@ def test_a_logit_takes_more_where_entropies_are_not_computed_in_chunks():
         plan_with(**terms).load.logit_bytes for terms in ({}, {"entropy_coeff": 0.1}, {"entropy_coeff": 0.1, **chunks})
     )
     assert plain == in_chunks < whole
-    assert [plan_with(fsdp_config__dtype=dtype).load.wide for dtype in ("bfloat16", "float32")] == [2, 4]
+    assert [plan_with(fsdp_config__dtype=dtype).load.number_bytes for dtype in ("bfloat16", "float32")] == [2, 4]

@@ -68,7 +68,7 @@ def test_it_is_near_what_is_counted(world_of, size, layout, config, given):
         Layout(
             size,
             SHARDS.get(layout, size),
-            whole=4 if layout == "ddp" else 0,
+            whole_bytes=4 if layout == "ddp" else 0,
             trained=model.adapted(rank) if rank else 1.0,
         ),
         Load(2 * given.get("length", 64), 2, 2 if half else 4, "is_checkpointed" in given),

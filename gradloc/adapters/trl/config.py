@@ -202,13 +202,13 @@ def misspelt(names: Iterable[str]) -> list[str]:
     return [f"{name}: did you mean {near[name][0]}?" for name in near if near[name] and name not in ARGUMENTS]
 
 
-def plan_of(given: Mapping[str, Any], gpus: int, on_host: int) -> Plan:
+def plan_of(given: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Plan:
     """Return the plan of a run; ``given`` are TRL's arguments by name, as in its YAML.
 
     Args:
         given: what it lacks takes TRL's own default.
         gpus: of the run; TRL's arguments do not say how many.
-        on_host: of a node.
+        gpus_per_node: at most.
     """
     longest = int(given.get("max_prompt_length") or 512) + int(given.get("max_completion_length") or 256)
     longest = int(given.get("max_length") or longest)
@@ -218,13 +218,15 @@ def plan_of(given: Mapping[str, Any], gpus: int, on_host: int) -> Plan:
     is_fused = bool(given.get("use_liger_kernel"))
     return Plan(
         str(given.get("model_name_or_path", "")),
-        Layout(gpus, gpus if is_sharded else 1, on_host, whole=4 if gpus > 1 and not is_sharded else 0),
+        Layout(gpus, gpus if is_sharded else 1, gpus_per_node, whole_bytes=4 if gpus > 1 and not is_sharded else 0),
         Load(
             int(rows) * longest,
             int(micro_batches),
-            2 if is_half else 4,
-            bool(given.get("gradient_checkpointing", True)),
-            0.0 if is_fused else 8.5,  # TRL divides by the temperature, and always asks for entropies, in pieces
+            number_bytes=2 if is_half else 4,
+            is_checkpointed=bool(given.get("gradient_checkpointing", True)),
+            logit_bytes=0.0
+            if is_fused
+            else 8.5,  # TRL divides by the temperature, and always asks for entropies, in pieces
         ),
         int(given.get("lora_r", 16)) if given.get("use_peft") else 0,
     )

@@ -70,11 +70,11 @@ def plan_of(config: Any) -> Plan:
         layout=Layout(
             gpus=settings.gpus,
             shards=ranks * sequence if is_whole else fsdp_size,
-            on_host=int(settings.get("trainer.n_gpus_per_node", default=8)),
+            gpus_per_node=int(settings.get("trainer.n_gpus_per_node", default=8)),
             tensor=tensor,
             pipeline=pipeline,
-            whole=6 if settings.is_megatron else 0,  # weights in half precision, their gradient in float32
-            units=not settings.is_megatron,
+            whole_bytes=6 if settings.is_megatron else 0,  # weights in half precision, their gradient in float32
+            gathers_by_layer=not settings.is_megatron,
             is_offloaded=bool(settings.actor("fsdp_config.offload_policy")),
         ),
         load=_load(settings, max(mini_batch * int(settings.get(f"{_ROLLOUT}.n", default=1)) // ranks, 1), sequence),
@@ -107,7 +107,7 @@ def _load(settings: _Settings, rows: int, sequence: int) -> Load:
     return Load(
         tokens=tokens,
         micro_batches=micro_batches,
-        wide=4 if str(actor("fsdp_config.dtype", default="bfloat16")) in ("float32", "fp32") else 2,
+        number_bytes=4 if str(actor("fsdp_config.dtype", default="bfloat16")) in ("float32", "fp32") else 2,
         is_checkpointed=bool(recomputes),
         logit_bytes=0.0 if is_fused else each_logit,
     )

@@ -68,18 +68,18 @@ class Tool:
             return "absent"
 
     def given(self) -> dict[str, object]:
-        """Return the arguments of :class:`Kind` that attach it."""
+        """Return the arguments of :class:`Kind` that attach the tool."""
         return {}
 
     def attach(self, run: Kind) -> None:
-        """Attach it to a run that begins."""
+        """Attach the tool to a run that begins."""
 
     def after_backward(self, run: Kind, norm: float) -> None:
-        """Take in a step, between its backward and its clipping."""
+        """Note a step, between its backward and its clipping."""
         self.norms.append(norm)
 
     def answer(self, run: Kind, spike: int) -> Answer:
-        """Return what it says, once the run has ended or the spike's step is over."""
+        """Return the tool's answer, once the run has ended or the spike's step is over."""
         return Answer()
 
 

@@ -139,7 +139,7 @@ def test_weights_are_kept_of_a_model_that_is_whole_and_a_sharded_one_is_searched
 
 
 def test_a_plan_has_the_tokens_of_a_micro_batch_at_their_longest():
-    plan = config.plan_of({"per_device_train_batch_size": 4, "max_completion_length": 1024}, gpus=1, on_host=1)
+    plan = config.plan_of({"per_device_train_batch_size": 4, "max_completion_length": 1024}, gpus=1, gpus_per_node=1)
     assert plan.load.tokens == 4 * (512 + 1024)
 
 
