@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import tree as trees
 from .patch import MAX_BYTES, FilePatch, apply_hunks, fetch_patch, parse, read_regular, sha256_hex
@@ -41,12 +41,12 @@ class Edition:
 def load(folder: Path) -> list[Edition]:
     """Return the patches of the folder, each verified by the manifest."""
     try:
-        document, editions = json.loads(read_regular(folder / "manifest.json", 2**16)), []
-        for entry in document["patches"] or [{}]:
+        manifest, editions = json.loads(read_regular(folder / "manifest.json", 2**16)), []
+        for entry in manifest["patches"] or [{}]:
             patch = read_regular(place := folder / entry["name"], MAX_BYTES)
             if sha256_hex(patch) != entry["sha256"]:
                 raise ValueError(f"{entry['name']} has the sha256 {sha256_hex(patch)}, not {entry['sha256']}")
-            name, base = f"{document['version']} for verl {entry['base']}", entry["base"].removeprefix("v")
+            name, base = f"{manifest['version']} for verl {entry['base']}", entry["base"].removeprefix("v")
             editions.append(Edition(name, base, place, patch, parse(patch)))
         return editions
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -58,7 +58,7 @@ class Survey:
     """The state of a checkout relative to a patch; ``other`` names another patch on the tree.
 
     ``sides`` has each file's contents before and after the patch, ``strangers`` the files that are neither and why,
-    ``unpatched`` the files before the patch, ``lacking`` the missing ones; ``row`` is the entry of ``STATES`` that
+    ``unpatched`` the files before the patch, ``lacking`` the missing ones; ``state`` is the first of ``STATES`` that
     holds.
     """
 
@@ -75,7 +75,7 @@ class Survey:
         self.unpatched = [path for path, both in self.sides.items() if both and there[path].content == both[0]]
         self.lacking = [path for path in self.strangers if there[path].content is None]
         self.is_base = self.edition.base in (None, self.checkout.version.removesuffix(".dev"))
-        self.row = next(row for row in STATES if row[2](self))
+        self.state = next(state for state in STATES if state.holds(self))
 
     def _why(self, path: str, found: FileState) -> str:
         file, there = self.edition.files[path], found.content
@@ -94,37 +94,46 @@ class Survey:
         return "it was edited, but not where the patch edits it"
 
 
-STATES: tuple[tuple[str, str, Callable[[Survey], object]], ...] = (
-    # state, name of its refusal, whether it holds; the first line that holds is the tree's
-    ("OTHER_VERSION", "state-other-patch", lambda t: t.other),
-    ("OTHER_VERSION", "state-older", lambda t: (t.checkout.root / "verl/gradloc").is_dir()),
-    ("APPLIED", "", lambda t: not t.strangers and not t.unpatched),
-    ("PRISTINE", "", lambda t: not t.strangers and len(t.unpatched) == len(t.files)),
-    ("PARTIAL", "state-partial", lambda t: not t.strangers),
-    ("DRIFTED", "state-published", lambda t: any(found.blob == PUBLISHED_ACTOR for found in t.files.values())),
-    ("WRONG_BASE", "state-wrong-base", lambda t: not t.is_base),
-    ("DRIFTED", "state-crlf", lambda t: {*t.strangers.values()} == {CRLF}),
-    ("DRIFTED", "state-blocked", lambda t: t.files[next(iter(t.strangers))].obstacle),
-    ("DRIFTED", "state-edited", lambda t: t.edition.before),
-    ("DRIFTED", "state-forked", lambda t: t.edition.place and t.checkout.kind == "clone" and not t.lacking),
-    ("DRIFTED", "state-drifted", lambda t: True),
+class State(NamedTuple):
+    """A state that a tree may be in."""
+
+    name: str
+    refusal: str
+    """Name of its refusal; empty where the patch can be applied or removed."""
+    holds: Callable[[Survey], object]
+
+
+STATES = (
+    State("OTHER_VERSION", "state-other-patch", lambda t: t.other),
+    State("OTHER_VERSION", "state-older", lambda t: (t.checkout.root / "verl/gradloc").is_dir()),
+    State("APPLIED", "", lambda t: not t.strangers and not t.unpatched),
+    State("PRISTINE", "", lambda t: not t.strangers and len(t.unpatched) == len(t.files)),
+    State("PARTIAL", "state-partial", lambda t: not t.strangers),
+    State("DRIFTED", "state-published", lambda t: any(found.blob == PUBLISHED_ACTOR for found in t.files.values())),
+    State("WRONG_BASE", "state-wrong-base", lambda t: not t.is_base),
+    State("DRIFTED", "state-crlf", lambda t: {*t.strangers.values()} == {CRLF}),
+    State("DRIFTED", "state-blocked", lambda t: t.files[next(iter(t.strangers))].obstacle),
+    State("DRIFTED", "state-edited", lambda t: t.edition.before),
+    State("DRIFTED", "state-forked", lambda t: t.edition.place and t.checkout.kind == "clone" and not t.lacking),
+    State("DRIFTED", "state-drifted", lambda t: True),
 )
+"""The first one that holds is the tree's."""
 
 
 def diagnose(tree: Survey) -> Refusal:
     """Make the refusal of a tree that the patch can be neither applied to nor removed from."""
-    (state, reason, _), root, why = tree.row, tree.checkout.root, tree.strangers
+    state, root, why = tree.state, tree.checkout.root, tree.strangers
     names = [*(why or tree.unpatched or tree.files)]
     words: dict[str, Any] = {"n": len(names), "all": len(tree.files), "first": names[0], "names": " ".join(names)}
     words |= {"version": tree.checkout.version, "base": tree.edition.base, "command": tree.checkout.command}
     words |= {"root": root, "place": root / names[0], "patch": tree.edition.place, "other": tree.other}
-    words |= {"lines": [f"{path}: {one}" for path, one in why.items()], "files": _listed(why), "state": state}
-    if state == "PARTIAL":
+    words |= {"lines": [f"{path}: {one}" for path, one in why.items()], "files": _listed(why), "state": state.name}
+    if state.name == "PARTIAL":
         words["lines"] = [f"not patched: {path}" for path in names]
     if why:
         ids = tree.edition.files[names[0]].before, tree.files[names[0]].blob
         words["expected"], words["found"] = (f"git blob {one[:12]}" if one else "no file" for one in ids)
-    return Refusal(reason, why=why.get(names[0]), **words)
+    return Refusal(state.refusal, why=why.get(names[0]), **words)
 
 
 def _listed(why: dict[str, str]) -> list[dict[str, str]]:
@@ -145,7 +154,7 @@ def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Surv
         return Survey(checkout, edition, {path: back.get(path) or read_plain(root, path) for path in edition.files})
 
     best = min(map(measured, editions), key=lambda one: (bool(one.strangers), not one.is_base, len(one.strangers)))
-    if patch and all(patch != edition.patch for edition in editions) and best.row[0] != "APPLIED":
+    if patch and all(patch != edition.patch for edition in editions) and best.state.name != "APPLIED":
         there = measured(Edition(f"sha256 {sha256_hex(patch)[:12]}", None, None, patch, parse(patch)))
         if len(there.unpatched) + len(there.strangers) < len(there.files):  # else it was removed by other means
             return replace(best, other=there.edition.name) if is_wanted else there
@@ -154,7 +163,7 @@ def survey(checkout: Checkout, editions: list[Edition], is_wanted: bool) -> Surv
 
 def plan(tree: Survey, reverse: bool, force: bool) -> dict[str, tuple[bytes | None, bytes | None]]:
     """Return the changes that lead to the patch, or back; refuse a state that they must not start from."""
-    if tree.row[1] and not (tree.row[0] == "PARTIAL" and force):
+    if tree.state.refusal and not (tree.state.name == "PARTIAL" and force):
         raise diagnose(tree)
     goals = {path: known[not reverse] for path, known in sorted(tree.sides.items()) if known}
     changes = {p: (tree.files[p].content, goal) for p, goal in goals.items() if tree.files[p].content != goal}
@@ -223,18 +232,18 @@ def _run(parser: Parser, options: argparse.Namespace) -> int:
             trees.swap(root, changes, None if options.reverse else tree.edition.patch)
             tree = survey(checkout, [tree.edition], True)
     _print(tree, [*changes], note, options)
-    return int(options.status and bool(tree.row[1]))
+    return int(options.status and bool(tree.state.refusal))
 
 
 def _print(tree: Survey, files: list[str], note: str, options: argparse.Namespace) -> None:
-    verb, state = "take off" if options.reverse else "apply", tree.row[0]
+    verb, state = "take off" if options.reverse else "apply", tree.state.name
     done = f"would {verb}" if options.check else "taken off" if options.reverse else "applied"
     did = f"{done}: {len(files)} files" if files else f"nothing to {verb}"
     if options.json:
-        document = {"exit_code": int(options.status and bool(tree.row[1])), "state": state, "did": did}
-        document |= {"patch": tree.edition.name, "notes": [note] if note else [], "changed": files}
-        document["files"] = _listed(tree.strangers)
-        return say(json.dumps(document, indent=1))
+        result = {"exit_code": int(options.status and bool(tree.state.refusal)), "state": state, "did": did}
+        result |= {"patch": tree.edition.name, "notes": [note] if note else [], "changed": files}
+        result["files"] = _listed(tree.strangers)
+        return say(json.dumps(result, indent=1))
     about = [f"target:   {tree.checkout.root} ({tree.checkout.kind} of verl {tree.checkout.version})"]
     about += [f"patch:    {tree.edition.name}"]
     about += capped([f"{path}: {why}" for path, why in tree.strangers.items()] or files)

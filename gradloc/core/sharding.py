@@ -184,7 +184,7 @@ def is_reduction_deferred(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def reduction_deferred(module: torch.nn.Module) -> Iterator[None]:
-    """Backwards in here leave the sum over ranks to the next one outside."""
+    """Have backwards in here leave the sum over ranks to the next one outside."""
     if isinstance(module, DistributedDataParallel | FSDP1):
         with module.no_sync():
             yield

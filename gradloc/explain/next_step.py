@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what to do now: the first rule in the table of causes that an event satisfies. Pure."""
+"""Decide what to do now: the first rule in the table of causes that an event satisfies. Pure."""
 
 import math
 import shlex

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats numbers for sentences, tables and pictures. Standard library only."""
+"""Format numbers for sentences, tables and pictures. Standard library only."""
 
 import math
 from collections.abc import Callable

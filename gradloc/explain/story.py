@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes an event: what happened, which numbers prove it, what the optimizer was given.
+"""Describe an event: what happened, which numbers prove it, what the optimizer was given.
 
 Nothing is guessed: what the record does not say is left out. Pure, standard library only.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes tokens and positions readable and safe to show.
+"""Make tokens and positions readable and safe to show.
 
 A model may emit anything: control characters, marks that reverse the reading order, spaces of no width. Those are shown
 by name, everything else unchanged.

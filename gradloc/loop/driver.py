@@ -162,7 +162,7 @@ class Driver:
             self._quiet_until = self._step + 1 + self.trigger.cooldown_steps
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the checkpoint: what the trigger has learned."""
+        """Return what the trigger has learned, for the checkpoint, ready for JSON."""
         histories = {stage: adaptive.state() for stage, adaptive in self._histories.items()}
         known = {"num_events": self.num_events, "quiet_until": self._quiet_until}
         return {"histories": histories, "scale": self.scale.state(), **known}

@@ -258,7 +258,7 @@ class Localizer:
     # ---- 3. to 7. look into a spike: each stage on all ranks together; where it gave something, the next may follow
 
     def _look_into(self, policy: Policy, spike: Spike, grad_norm: torch.Tensor, is_written: bool) -> torch.Tensor:
-        """Stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
+        """Run stages 3 to 7; where one fails, or a search does not fit into memory, the step stays as it was."""
         self._num_searches += 1
         self._num_to_write += is_written
         set_aside = self.run_safely(self._set_aside)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the two columns from what trainers write: prime-rl's token exports, NeMo-RL's training data, our own bundles,
+"""Read the two columns from what trainers write: prime-rl's token exports, NeMo-RL's training data, our own bundles,
 and tables (CSV, JSON lines, npz, parquet where pyarrow is there)."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class StepJudge:
         """The step that was judged last: an update in stages asks twice."""
 
     def __call__(self, tensors: Mapping[str, Any], labels: Mapping[str, Sequence[Any]], step: int) -> dict[str, float]:
-        """Metrics of a step that is looked at, else none.
+        """Return the metrics of a step that is looked at, else none.
 
         Args:
             tensors: (R, T) on the host: ``rollout_log_probs``, ``old_log_probs``, ``response_mask``, ``responses``.

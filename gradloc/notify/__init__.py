@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Announces events as they happen: on the console, in the run's trackers, by alerts. No torch, no trainer.
+"""Announce events as they happen: on the console, in the run's trackers, by alerts. No torch, no trainer.
 
 A failure in here is a line in the log and never reaches training: see :class:`~.notifier.Notifier`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats an event as one line and as table rows, and the command that opens it. Pure, standard library only."""
+"""Format an event as one line and as table rows, and the command that opens it. Pure, standard library only."""
 
 import shlex
 from collections.abc import Callable

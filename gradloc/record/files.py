@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads untrusted files within limits, and writes files whole or not at all.
+"""Read untrusted files within limits, and write files whole or not at all.
 
 A log or a bundle may come from a stranger. Every limit of a reader is here; docs/security.md has them in a table.
 """

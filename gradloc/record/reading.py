@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads parsed JSON into the dataclasses of this package, for the report and the replay."""
+"""Read parsed JSON into the dataclasses of this package, for the report and the replay."""
 
 import functools
 import types

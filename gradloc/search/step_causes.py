@@ -384,7 +384,7 @@ class _Sizes:
 
     @contextmanager
     def of(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context in which runs of this model are noted."""
+        """Note the runs of this model in here."""
         named = {plain_name(name): module for name, module in model.named_modules()}  # without wrappers
         hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in named.items() if name]
         try:

@@ -19,7 +19,7 @@ class StabilizerMemory:
         self._latest, self.to_send = learned, None
 
     def state(self) -> dict[str, Any] | None:
-        """JSON-ready content, for the checkpoint."""
+        """Return the content for the checkpoint, ready for JSON."""
         return self._latest
 
     def load_state(self, state: dict[str, Any] | None) -> None:

@@ -44,7 +44,7 @@ class SkipStep:
         return threshold is not None and is_over(norm, threshold)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the checkpoint."""
+        """Return the content for the checkpoint, ready for JSON."""
         return {"norms": list(self._norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

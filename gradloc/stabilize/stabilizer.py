@@ -130,7 +130,7 @@ class Stabilizer:
         del self._space
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the next checkpoint: what was learned, the same on every rank."""
+        """Return what was learned, for the next checkpoint: ready for JSON, the same on every rank."""
         return {stage: {name: part.state() for name, part in parts.items()} for stage, parts in self._by_stage.items()}
 
     # ---- inside

@@ -97,7 +97,7 @@ class AdaptiveThreshold:
         return self._at(position).summary()
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the checkpoint: at most twice ``window`` numbers for each position."""
+        """Return the content for the checkpoint, ready for JSON: at most twice ``window`` numbers for each position."""
         return {"positions": [position.state() for position in self._positions]}
 
     def load_state(self, state: dict[str, Any]) -> None:

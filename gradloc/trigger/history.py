@@ -122,7 +122,7 @@ class NormHistory:
         return center, max(_MAD_TO_SIGMA * self._log_norms.median_distance(center), _SIGMA_FLOOR)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content, for the checkpoint."""
+        """Return the content for the checkpoint, ready for JSON."""
         return {"log_norms": list(self._log_norms), "flagged": list(self._flagged)}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class ScaleHistory:
         return found
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready content."""
+        """Return the content, ready for JSON."""
         return {name: list(values) for name, values in self._values.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ class ZeroEngine:
 
     @contextmanager
     def whole(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Context in which these modules' weights can be read on each process."""
+        """Make these modules' weights readable on each process in here."""
         params: list[Any] = [param for module in modules for param in module.parameters()] if self.is_sharded else []
         missing = [param for param in params if param.ds_status.name == "NOT_AVAILABLE"]
         if missing:

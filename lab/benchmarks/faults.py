@@ -123,7 +123,7 @@ class _Injection:
 
     @contextmanager
     def at(self, places: dict[str, tuple[str, str]]) -> Iterator[None]:
-        """Context in which each of these calls is counted."""
+        """Count each of these calls in here."""
         with ExitStack() as stack:
             for place, (module, path) in places.items():
                 *owners, name = path.split(".")
@@ -146,7 +146,7 @@ class _Injection:
 
     @contextmanager
     def on_card(self) -> Iterator[None]:
-        """Context in which tensors are on the simulated device and a search's allocations are counted."""
+        """Put tensors on the simulated device in here, and count a search's allocations."""
         from gradloc.loop.localizer import Localizer
 
         look_into = Localizer._look_into
@@ -222,7 +222,7 @@ def _trained(name: str, folder: str, fault: Fault, is_on: bool, pause_s: float) 
 
 @contextmanager
 def _megatron(layout: str) -> Iterator[None]:
-    """Context in which the trainer is verl's Megatron engine with this layout of two processes."""
+    """Make verl's Megatron engine, with this layout of two processes, the trainer in here."""
     from tests.adapters.verl09.megatron import conformance
     from tests.adapters.verl09.megatron.layouts import LAYOUTS
 
@@ -396,7 +396,7 @@ def _paused(fault: Fault, pause_s: float) -> Fault:
     return fault if pause_s == PAUSE_S else replace(fault, kind=f"{fault.kind} for {pause_s:.0f} s")
 
 
-def _begin_anew(record: Record, trainer: str, core: str) -> None:
+def _drop_outdated(record: Record, trainer: str, core: str) -> None:
     """Drop a trainer's outcomes on another core than this: a record is of one core for each trainer."""
     if record["core_sha256"].get(trainer) != core:
         kept = {key: outcome for key, outcome in record["outcomes"].items() if not key.startswith(f"{trainer} | ")}
@@ -421,7 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
             trial = Trial(trainer, Path(folder), parsed.pause)
             wanted = [each for each in trial.cases[:: parsed.every] if each.kind.startswith(parsed.kind)]
             keys = {each: f"{trainer} | {_paused(each, parsed.pause).key}" for each in wanted}
-            _begin_anew(record, trainer, core)
+            _drop_outdated(record, trainer, core)
             todo = [each for each in wanted if keys[each] not in record["outcomes"]]
             for fault in tqdm(todo, trainer):
                 if outcome := trial.outcome(fault):

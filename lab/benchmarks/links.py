@@ -193,7 +193,7 @@ class Plant:
 
     @contextlib.contextmanager
     def optimizer_at_fault(self) -> Iterator[None]:
-        """Context of an optimizer step with a fault, which the next norm shows."""
+        """Plant a fault in the optimizer step in here, which the next norm shows."""
         (group,), each = self.optimizer.param_groups, 1 / self.steps
         rate, decay = group["lr"], group["weight_decay"]
         if self.name == "learning_rate":

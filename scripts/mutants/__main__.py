@@ -81,7 +81,7 @@ def traced(folders: list[Path]) -> Tests:
 
 
 def trace(folder: Path, name: str, lengths: dict[str, int]) -> tuple[str, dict[str, Any]]:
-    """A test file, and the sources that it was traced with."""
+    """Trace a test file; return its name, and its tests with the digests of the sources that they reach."""
     ended = run_tests(folder, ["--maxfail=1000", name], Traced(folder, lengths), 900)
     tests = ended.get("result", {})
     print(f"{name}: {len(tests)} tests, {sum(seconds for seconds, _ in tests.values()):.1f} s", flush=True)

@@ -122,7 +122,7 @@ def test_what_is_refused_is_left_as_it_is(apply, tree, spoil, monkeypatch):
         if spoil != "half patched":
             apply(tree, "--force").expect(1, *said)
     if ":" in said[0]:
-        assert said[0].split(":")[0] in {row[0] for row in STATES}
+        assert said[0].split(":")[0] in {state.name for state in STATES}
 
 
 def test_a_file_that_may_not_be_read_is_so_named(apply, tree, monkeypatch):
@@ -239,7 +239,7 @@ def test_however_it_is_started_it_works_and_names_itself_whole(tmp_path, tree, c
 
 def test_the_page_has_every_state_every_exit_code_and_every_option():
     page = (ROOT / "docs/applier.md").read_text()
-    assert {row[0] for row in STATES} | {"NOT_VERL"} == set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
+    assert {state.name for state in STATES} | {"NOT_VERL"} == set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
     assert {row[0] for row in REFUSALS.values()} | {"0"} == set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE))
     table = page.partition("## Options")[2].partition("## States")[0]
     assert set(re.findall(r"`(--[a-z0-9-]+)", table)) == {name for name in OPTIONS if name[0] == "-"} - {"--patches"}

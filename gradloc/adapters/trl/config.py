@@ -123,7 +123,7 @@ def setup_of(trainer: Any) -> dict[str, Any]:
 
 
 def setup_in(given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return these facts of TRL's arguments, before a run; a launcher's own settings are not known then."""
+    """Return those facts that TRL's arguments say before a run; a launcher's own settings are not known then."""
     kind = "FSDP" if given.get("fsdp") else "DEEPSPEED" if given.get("deepspeed") else "MULTI_GPU"
     settings = given.get("fsdp_config") or {}
     version = settings.get("fsdp_version", settings.get("version", 2)) if isinstance(settings, Mapping) else 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches a TRL trainer's steps.
+"""Watch a TRL trainer's steps.
 
 Every process is a trainer there: the rank's side of a search is on each of them, the driver's side on the first. They
 exchange three small messages an optimizer step.

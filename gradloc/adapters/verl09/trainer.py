@@ -488,7 +488,7 @@ def _labels(batch: Any, rows: Any) -> dict[str, Sequence[Any]]:
     ids = list(map(_sequence_id, batch.keys, labels["uid"]))
     steps = [(tag.get("min_global_steps"), tag.get("max_global_steps")) for tag in batch.tags]
     labels[VERSIONS_KEY] = [None if None in span else (int(span[0]), int(span[1])) for span in steps]
-    return {SEQUENCE_KEY: ids, "multi_modal_inputs": _Inputs(batch), **labels}
+    return {SEQUENCE_KEY: ids, "multi_modal_inputs": _LazyInputs(batch), **labels}
 
 
 def _sequence_id(key: str, uid: str) -> str:
@@ -496,7 +496,7 @@ def _sequence_id(key: str, uid: str) -> str:
     return f"{uid}:{key.removeprefix(f'{uid}_').removesuffix('_0')}"
 
 
-class _Inputs(Sequence[Any]):
+class _LazyInputs(Sequence[Any]):
     """The rows' multi-modal inputs, which are large: each is fetched when it is read."""
 
     def __init__(self, batch: Any):

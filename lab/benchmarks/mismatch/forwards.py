@@ -88,7 +88,7 @@ class Pool:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Context in which the model uses another attention kernel."""
+        """Have the model use another attention kernel in here."""
         self.model.set_attn_implementation("eager")
         yield
         self.model.set_attn_implementation("sdpa")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tools on one spike of the collection, and scores their answers against the truth."""
+"""Run tools on one spike of the collection, and score their answers against the truth."""
 
 import contextlib
 import io

@@ -27,7 +27,7 @@ PATIENCE = 100
 
 
 def server_name(replica: int) -> str:
-    """The Ray actor's name."""
+    """Return the name of a replica's Ray actor."""
     return f"hf_cpu_server_{replica}"
 
 
