@@ -31,10 +31,11 @@ from .signals import (
     EFFECTS,
     LOSS,
     Sign,
-    above_its_lowest,
     begins,
+    course,
     findings,
     interval,
+    is_adversarial,
     loss_of,
     lost_loss,
     minor_skips,
@@ -115,7 +116,8 @@ class Diagnosis:
     def ground(self) -> str:
         """A sentence on the rows and metrics that the run was judged from."""
         metrics = self.run.metrics
-        names = [*filter(None, [metrics.norm, *(metrics.first(effect.names) for effect in EFFECTS)])]
+        effects = [effect for effect in EFFECTS if effect is not LOSS or loss_of(metrics)[1]]
+        names = [*filter(None, [metrics.norm, *(metrics.first(effect.names) for effect in effects)])]
         own = dict.fromkeys(map(metrics.own, names))
         logged = [len(metrics.logged(name)) for name in ([metrics.norm] if metrics.norm else names)]
         count = max(logged, default=len(metrics.steps))
@@ -154,7 +156,7 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
     judged = judge_run(run, settings)
     warmup = int((settings or {}).get("warmup", 16))
     limits = [limit for steps in judged for limit in _warmup(steps, warmup)]
-    limits += [*_unseen(run), *minor_skips(run), *filter(None, [sampling_cut(run.config, run.trainer)])]
+    limits += [*_unsized(run), *_unseen(run), *minor_skips(run), *filter(None, [sampling_cut(run.config, run.trainer)])]
     explosions = _worst_first(run, judged)
     limits += _overwritten(run, explosions[0] if explosions else None)
     made = Diagnosis(run, "", explosions=explosions, limits=[*dict.fromkeys(limits)], judged=judged)
@@ -174,7 +176,7 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
 def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     """Diagnose a run that logs no gradient norm."""
     missing = missing_norm(run.parts[-1], run.name)
-    made = Diagnosis(run, missing, limits=[*_unseen(run), *minor_skips(run), *_overwritten(run)])
+    made = Diagnosis(run, missing, limits=[*_unsized(run), *_unseen(run), *minor_skips(run), *_overwritten(run)])
     counts = (len(run.metrics.known(name)) for effect in EFFECTS for name in effect.names)
     made.is_judged = bool(signs) or max(counts) > HealthConfig().warmup
     if signs:
@@ -188,9 +190,7 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     if made.is_judged and len(losses) > HealthConfig().warmup and not any(map(is_norm, run.metrics.own_names)):
         (first, begin), (last, end) = losses[0], losses[-1]
         made.headline = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
-        lowest = above_its_lowest(losses)
-        none = f", and none of its {plural(len(losses), 'value')} stands out."
-        made.headline += none if lowest is None else f"; its lowest was {number(lowest[1], 3)} at step {lowest[0]}."
+        made.headline += "." if is_adversarial(run.metrics) else course(losses)
         made.limits.insert(0, missing)
     return made
 
@@ -295,6 +295,13 @@ def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
         made.sentences.append(sentence)
     else:
         made.sentences.append(first.advice or "A log cannot show why; turn GradLoc on for the next run.")
+
+
+def _unsized(run: LoggedRun) -> list[str]:
+    """Note that a GAN's loss is judged only by whether it is finite."""
+    name = loss_of(run.metrics)[0]
+    is_gan = is_adversarial(run.metrics)
+    return [f"{name} is a GAN's, so its size shows no fault: only whether it is finite is judged."] * is_gan
 
 
 def _unseen(run: LoggedRun) -> list[str]:

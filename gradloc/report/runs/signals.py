@@ -8,8 +8,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import itemgetter
+from itertools import pairwise
+from operator import attrgetter, itemgetter
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ..logs.names import is_training_loss
 from ..logs.recording import SKIPPED, Metrics, Skip
 from ..logs.segments import LoggedRun
 from .health import LOSSES, ranges
+from .levels import NEAR, Rise, climb, peak, rises, scaled
 
 
 class Effect(NamedTuple):
@@ -35,7 +36,7 @@ class Effect(NamedTuple):
 
 
 REWARD = Effect("reward", SCORES, 0.7, None, collapse=(0.5, None))
-LOSS = Effect("loss", LOSSES, None, 1.3, collapse=(None, 1.5))
+LOSS = Effect("loss", LOSSES, None, 1.3, collapse=(None, 1.3))
 EFFECTS = (
     REWARD,
     Effect("entropy", ENTROPY, 0.5, 2.0, collapse=(0.25, 4.0)),
@@ -44,12 +45,13 @@ EFFECTS = (
     Effect("response length", (LENGTH,), 0.5, 1.5),
     LOSS,
 )
-_AROUND = 8
-"""Values on each side of a collapse, at least."""
-_PARTS = 20  # of a log at most, between whose medians a drift is looked for
+_LEAST_JUMP = 1.4
+"""Multiple of the values before it from which a loss has jumped."""
 _PEAK = 5.0  # times the level after it: a peak that is reported
-_JUMPS = 40
-"""Places that are looked at: the largest changes."""
+_ADVERSARIAL = re.compile(
+    r"(?i:gen|generator|disc|discriminator)(?![a-z])|(?<![A-Za-z0-9])(?:[Ll]oss|err)?_?[DdGg](?![A-Za-z])"
+)
+"""In the name of a GAN's loss."""
 VANISHED = 1e-3
 """A loss below this fraction of its first value within ``_SOON`` rows has vanished, if the norm has as well."""
 _SOON = 20
@@ -94,6 +96,16 @@ def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
         return "", []
     name = metrics.first(LOSSES)
     return metrics.own(name), metrics.logged(name)
+
+
+def is_loss_judged(metrics: Metrics) -> bool:
+    """Return whether the size of a run's loss shows its health."""
+    return bool(loss_of(metrics)[1]) and not is_adversarial(metrics)
+
+
+def is_adversarial(metrics: Metrics) -> bool:
+    """Return whether a run's loss is that of a GAN's generator or discriminator."""
+    return _ADVERSARIAL.search(loss_of(metrics)[0]) is not None
 
 
 def sound_loss(metrics: Metrics, first: int) -> str:
@@ -163,7 +175,7 @@ def findings(run: LoggedRun) -> list[Sign]:
         _vanished(metrics),
         _height(metrics),
     ]
-    found.append(_collapse(metrics) or _loss_spike(metrics) or _blown_up(metrics) or _risen(metrics))
+    found.append(_lasting(metrics) or _jumped(metrics) or _blown_up(metrics))
     return [finding for finding in found if finding is not None and finding.kind]
 
 
@@ -382,134 +394,106 @@ def _height(metrics: Metrics) -> Sign | None:
     return Sign("height", sentence, advice, metrics.steps[0])
 
 
-def _collapse(metrics: Metrics) -> Sign | None:
-    """Find the first metric that fell or rose for good."""
-    found, peak = [], (0, -math.inf)
-    for effect in EFFECTS:
-        own, known = _values(metrics, effect, 2 * _AROUND)
-        if change := _lasting_change(effect, [value for _, value in known]):
-            at, was, now = change
-            found.append((known[at][0], known[at - 1][0], effect.title, own, was, now))
-            if effect is LOSS:
-                peak = max(known[at:], key=lambda point: point[1])
-    if not found:
-        return _parted(metrics) or _drift(metrics)
-    step, before_it, title, own, was, now = min(found)
+class _LastingChange(NamedTuple):
+    """A change of an effect's metric that lasts to the end of the log."""
+
+    effect: Effect
+    own: str
+    known: list[tuple[int, float]]
+    rise: Rise
+    """On the metric's scale; of a fall, on that scale turned over."""
+    is_fall: bool
+
+    @property
+    def step(self) -> int:
+        """The first step that shows it, or the last one at the level that a slow change went away from."""
+        return self.known[self.rise.at if self.rise.is_sudden else self.rise.low.stop - 1][0]
+
+    @property
+    def verb(self) -> str:
+        return "fell" if self.is_fall else "rose"
+
+
+def _lasting_change(metrics: Metrics, effect: Effect) -> _LastingChange | None:
+    """Return an effect's change for good, or a slow one of a reward or loss; None where it has none."""
+    name = metrics.first(effect.names)
+    if effect is LOSS and not is_loss_judged(metrics):
+        return None
+    known = metrics.known(name)
+    values = [value for _, value in known]
+    is_ratio = effect is not REWARD and min(values, default=0.0) >= 0
+    scale = scaled(values) if is_ratio else values
+    usual = median([abs(b - a) for a, b in pairwise(values)] or [0.0])
+    few = 1 if len(values) >= 2 * NEAR else 2  # a short log shows little of what is usual
+    first = 0 if effect is LOSS else NEAR  # a KL begins at 0, and a reward changes the most in a run's first steps
+    for is_fall, factor in zip((True, False), effect.collapse, strict=True):
+        for rise in rises([-value for value in scale] if is_fall else scale) if factor else ():
+            least = abs(math.log(factor)) if is_ratio else max(abs((factor - 1) * rise.was), 2 * usual)
+            is_large = rise.odds >= 1 and rise.size >= few * least and rise.at >= first
+            if is_large and (rise.is_sudden or effect in (REWARD, LOSS)):
+                return _LastingChange(effect, metrics.own(name), known, rise, is_fall)
+    return None
+
+
+def _lasting(metrics: Metrics) -> Sign | None:
+    """Find the first change for good."""
+    changes = sorted(filter(None, (_lasting_change(metrics, effect) for effect in EFFECTS)), key=attrgetter("step"))
+    if not changes:
+        return None
+    first, *others = changes
+    own, known, rise, step = first.own, first.known, first.rise, first.step
+    values = [value for _, value in known]
+    if not rise.is_sudden:
+        was, now = median(values[rise.low.start : rise.low.stop]), median(values[-max(len(rise.low) // 3, NEAR) :])
+        what, worst = ("low", min(values[rise.at :])) if first.is_fall else ("peak", max(values[rise.at :]))
+        way = f", after a {what} of {number(worst, 2)}" if abs(worst - was) > 1.5 * abs(now - was) else ""
+        change = f"from {number(was, 2)} around step {step} to {number(now, 2)} at the end{way}"
+        return Sign("fell", f"{own} {first.verb} bit by bit, {change}.", "", step, step + 1)
+    before_it = known[rise.at - 1][0]
+    was, now = median(values[rise.low.start : rise.at]), median(values[rise.at :])
     between = f"from step {step} on" if step - before_it <= 1 else f"between steps {before_it} and {step}"
-    rest = [f"{other[2]} from step {other[0]}" for other in sorted(found)[1:]]
-    also = f"; {' and '.join(rest)}, too" if rest else ""
-    verb = "fell" if now < was else "rose"
-    medians = f"{number(was, 2)} before, {number(now, 2)} after (medians)"
-    sentence = f"{own} {verb} {between} for good: {medians}{also}."
-    if title == LOSS.title and peak[1] > _PEAK * now > 0:
-        sentence = f"{sentence[:-1]}; it peaked at {number(peak[1], 3)} at step {peak[0]}."
-        return Sign("collapse", sentence, "", step, before_it + 1)
-    return Sign("fell", sentence, "", step, before_it + 1)
+    until = "for good" if len(values) - rise.at >= NEAR else "to the end of the log"
+    sentence = f"{own} {first.verb} {between} {until}: {number(was, 2)} before, {number(now, 2)} after (medians)"
+    also = [f"{other.effect.title} from step {other.step}" for other in others]
+    sentence += f"; {' and '.join(also)}, too" if also else ""
+    top, highest = max(known[rise.at :], key=itemgetter(1))
+    kind = "collapse" if first.effect is LOSS and highest > _PEAK * now > 0 else "fell"
+    sentence += f"; it peaked at {number(highest, 3)} at step {top}" if kind == "collapse" else ""
+    return Sign(kind, f"{sentence}.", "", step, before_it + 1)
 
 
-def _values(metrics: Metrics, effect: Effect, least: int) -> tuple[str, list[tuple[int, float]]]:
-    """Return an effect's own name and values; empty with fewer than ``least``, or for a loss next to a reward."""
-    name = next((name for name in effect.names if len(metrics.known(name)) >= least), "")
-    if effect is LOSS and not loss_of(metrics)[1]:
-        return "", []
-    return metrics.own(name), metrics.known(name)
+def _epoch_starts(metrics: Metrics, steps: Sequence[int]) -> set[int]:
+    """Return the places of steps that begin an epoch, where a loss that is a mean over the epoch begins anew."""
+    name = next((name for name in metrics.series if name.lower() == "epoch"), "")
+    at_step = dict(metrics.known(name))
+    epochs = [int(at_step.get(step, -1)) for step in steps]
+    starts = {at for at, (before, epoch) in enumerate(pairwise(epochs), 1) if before < epoch}
+    return starts if len(epochs) >= NEAR * len(starts) else set()
 
 
-def _lasting_change(effect: Effect, values: Sequence[float]) -> tuple[int, float, float] | None:
-    """Return the place of an effect's largest change for good, and its medians before and after; None without one."""
-    best: tuple[float, int, float, float] | None = None
-    jumps = sorted(range(_AROUND, len(values) - 3), key=lambda at: -abs(values[at] - values[at - 1]))
-    for at in jumps[:_JUMPS]:
-        before, after = values[max(at - 20, 0) : at], values[at : at + 20]
-        was, now, end, rest = median(before), median(after), median(values[-_AROUND:]), median(values[at:])
-        scatter = 4 * median(abs(value - was) for value in before)
-        long = median(values[max(at - 100, 0) : at])  # twenty values may be low by luck
-        bounds = [_bounds(effect, was), _bounds(effect, long)]
-        lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
-        is_fall = max(now, end, rest) < lowest and was - now > scatter
-        is_rise = min(now, end, rest) > highest and now - was > scatter
-        at_once = abs(median(after[2:7] or after) - median(before[-3:])) >= 0.5 * abs(now - was)
-        if (is_fall or is_rise) and at_once and len(after) >= 3 and (best is None or abs(now - was) > best[0]):
-            best = abs(now - was), at, was, now
-    if best is None:
+def _jumped(metrics: Metrics) -> Sign | None:
+    """Find the highest jump of a supervised run's loss above the values before it, if it is one of a few."""
+    name = metrics.first(LOSSES)
+    own, known = metrics.own(name), metrics.known(name)
+    values = [value for _, value in known]
+    if not is_supervised(metrics) or not is_loss_judged(metrics) or min(values, default=-1.0) < 0:
         return None
-    _, at, was, now = best
-    lowest, highest = _bounds(effect, was)
-    is_away = [not lowest <= value <= highest for value in values]
-    while at < len(values) - 1 and not is_away[at]:
-        at += 1
-    scatter = 4 * median(abs(value - was) for value in values[max(at - 20, 0) : at])
-    # the largest change need not be at the first such value
-    while at > _AROUND and (is_away[at - 1] or (values[at - 1] - was) * (now - was) > scatter * abs(now - was)):
-        at -= 1
-    return at, was, now
-
-
-def _loss_spike(metrics: Metrics) -> Sign | None:
-    """Find the highest jump of a supervised run's loss above the values before it."""
-    own, _ = loss_of(metrics)
-    known = metrics.known(own)
-    best: tuple[float, int, float] | None = None
-    ways = [abs(math.log(b / a)) for (_, a), (_, b) in pairwise(known) if min(a, b) > 0]
-    usual = median(ways or [math.inf])
-    for at in range(_AROUND, len(known) if is_supervised(metrics) else 0):
-        value = known[at][1]
-        if not value > max(1.3 * known[at - 1][1], 0.0):
-            continue
-        bursts = pairwise(earlier for _, earlier in known[max(at - 100, 0) : at])
-        if sum(2 * b > value and b > 3 * a for a, b in bursts) >= 3:
-            continue  # such a value comes again and again
-        before = [earlier for _, earlier in known[max(at - 20, 0) : at]]
-        was = median(before[-_AROUND:])  # of a loss that falls, the last ones
-        scatter = median(abs(earlier - was) for earlier in before)
-        is_sharp = value > 1.4 * max(before) and value - was > (12 if value > 1.5 * max(before) else 40) * scatter
-        # of a loss that falls, the first ones were higher, and there may have been a spike before this one
-        near = sorted(before[-_AROUND:])
-        stands_out = value > max(2 * near[-1], 3 * near[-3]) and near[-3] > 0
-        stands_out = stands_out and math.log(value / near[-3]) > 12 * usual
-        if was > 0 and (is_sharp or stands_out) and (best is None or value / was > best[0]):
-            best = value / was, at, was
-    if best is None:
+    found = peak(scaled(values), _epoch_starts(metrics, [step for step, _ in known]))
+    if found is None or not found.is_odd or found.size < math.log(_LEAST_JUMP):
         return None
-    times, at, was = best
-    step, peak = known[at]
-    begin = at
-    while begin and known[begin - 1][1] > 1.3 * was:
+    at, before = found.at, values[found.at - NEAR : found.at]
+    was, begin = median(before), found.at
+    while values[begin - 1] > 1.3 * was and begin > 1:
         begin -= 1
-    usual = sorted(value for _, value in known[max(at - _AROUND, 0) : at])[-2]
-    back = next((later for later, value in known[at + 1 :] if value <= max(usual, 1.1 * was)), None)
+    usual = max(sorted(before)[-2], 1.1 * was)
+    back = next((step for step, value in known[at + 1 :] if value <= usual), None)
     end = "is not back at the end of the log" if back is None else f"was back at step {back}"
-    sentence = (
-        f"{own} jumped to {number(peak, 3)} at step {step}, {number(times, 2)} times the {number(was, 3)} before it, "
-        f"and {end}."
-    )
+    step, times = known[at][0], f"{number(values[at] / was, 2)} times the" if was else "from"
+    sentence = f"{own} jumped to {number(values[at], 3)} at step {step}, {times} {number(was, 3)} before it, and {end}."
     if back is None:
         sentence += f" It began at step {known[begin][0]}." if begin < at else ""
         return Sign("loss", sentence, "", step, known[begin - 1][0] + 1)
     return Sign("loss", sentence, "No need to resume. Log the gradient norm to see such a step from its cause.", step)
-
-
-def _bounds(effect: Effect, was: float) -> tuple[float, float]:
-    """Return the least and the largest value of an effect that are no collapse, by its value before."""
-    fall, rise = effect.collapse
-    if was > 0:
-        return fall * was if fall else -math.inf, rise * was if rise else math.inf
-    lowest = 2 * was if effect is REWARD and was < 0 else -math.inf
-    return lowest, 0.0 if effect is LOSS and was < -1 else math.inf  # a policy's loss is near 0, of either sign
-
-
-def _parted(metrics: Metrics) -> Sign | None:
-    """Find a short log's loss whose later values are all over 1.5 times every earlier one, of two values twice."""
-    own, _ = loss_of(metrics)
-    known = metrics.known(own)
-    for at in range(2, len(known) - 2 if len(known) < 2 * _AROUND + 4 else 0):
-        highest, lowest = max(value for _, value in known[:at]), min(value for _, value in known[at:])
-        if 0 < (2 if min(at, len(known) - at) < 3 else 1.5) * highest < lowest:
-            was, now = number(highest, 2), number(lowest, 2)
-            last, step = known[at - 1][0], known[at][0]
-            sentence = f"{own} is at most {was} up to step {last}, and at least {now} from step {step} on."
-            return Sign("fell", sentence, "", step, last + 1)
-    return None
 
 
 def _blown_up(metrics: Metrics) -> Sign | None:
@@ -528,60 +512,20 @@ def _blown_up(metrics: Metrics) -> Sign | None:
     return None
 
 
-def _risen(metrics: Metrics) -> Sign | None:
-    """Find a supervised run's loss that rose by half over its lowest, by far more than from row to row, and stayed."""
-    own, _ = loss_of(metrics)
-    known = metrics.known(own)
+def course(known: Sequence[tuple[int, float]]) -> str:
+    """Describe a loss in which nothing was found by a clause on its largest climb or jump, if it has one."""
     values = [value for _, value in known]
-    if len(known) < _AROUND or not is_supervised(metrics) or min(values) <= 0:
-        return None
-    smooth = [median(values[max(at - 1, 0) : at + 2]) for at in range(len(values))]  # a lone value is no level
-    lowest = [*accumulate(range(len(smooth)), lambda least, at: min(least, at, key=smooth.__getitem__))]
-    at = max(range(len(smooth)), key=lambda at: smooth[at] / smooth[lowest[at]])
-    was, peak = smooth[lowest[at]], smooth[at]
-    usual, way = median(abs(b - a) for a, b in pairwise(values)), smooth[lowest[at] : at + 1]
-    if peak < 1.5 * was or peak - was < 6 * usual or min(median(values[-3:]), values[-1]) < 1.25 * was:
-        return None
-    if len(known) <= _AROUND + 2 and (peak < 2 * was or way != sorted(way)):
-        return None  # of so few, only a steady rise
-    (since, begin), (step, end) = known[lowest[at]], known[at]
-    last = "the last" if at == len(known) - 1 else f"and is {number(values[-1], 3)} in the last row"
-    sentence = f"{own} rose from {number(begin, 3)} at step {since} to {number(end, 3)} at step {step}, {last}."
-    return Sign("fell", sentence, "Look at the learning rate and the data between these steps.", since)
-
-
-def above_its_lowest(known: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
-    """Return where a loss was lowest, if it ends a fifth above that, by far more than it moves from row to row."""
-    values = [value for _, value in known]
-    smooth = [median(values[max(at - 2, 0) : at + 3]) for at in range(len(values))]
-    at = min(range(len(smooth)), key=smooth.__getitem__)
-    usual = median(abs(b - a) for a, b in pairwise(values))
-    end = median(values[-5:])
-    is_above = smooth[at] > 0 and end > 1.2 * smooth[at] and end - smooth[at] > 3 * usual
-    return min(known[max(at - 2, 0) : at + 3], key=itemgetter(1)) if is_above else None
-
-
-def _drift(metrics: Metrics) -> Sign | None:
-    """Find a reward or loss that drifted away from its best and stayed away."""
-    for effect in (REWARD, LOSS):
-        own, known = _values(metrics, effect, 4 * _AROUND)
-        size = max(_AROUND, len(known) // _PARTS)  # the least of many small medians would be luck
-        parts = [known[at : at + size] for at in range(0, len(known) - size + 1, size)]
-        levels = [median(value for _, value in part) for part in parts]
-        fall, rise = effect.collapse
-        if not levels or min(levels) <= 0:
-            continue
-        at = levels.index(max(levels) if fall else min(levels))
-        best, end = levels[at], median(value for _, value in known[-size:])
-        scatter = 4 * median(abs(value - best) for _, value in parts[at])
-        is_away = end < fall * best if fall is not None else end > (rise or math.inf) * best
-        if is_away and abs(end - best) > scatter:
-            verb, last = ("fell" if end < best else "rose"), parts[at][-1][0]
-            worst, what = (max(levels[at:]), "peak") if verb == "rose" else (min(levels[at:]), "low")
-            way = f", after a {what} of {number(worst, 2)}" if abs(worst - best) > 1.5 * abs(end - best) else ""
-            sentence = (
-                f"{own} {verb} bit by bit, from {number(best, 2)} around step {last} to {number(end, 2)} at the end"
-                f"{way}."
-            )
-            return Sign("fell", sentence, "", last, last + 1)
-    return None
+    scale = scaled(values)
+    climbed, jump = climb(scale), peak(scale)
+    was = median(values[jump.at - NEAR : jump.at]) if jump else 0.0
+    if jump and was > 0 and jump.size > max(math.log(2), climbed.size if climbed else 0.0):
+        step, value = known[jump.at]
+        times = number(value / was, 2)
+        return f"; its largest jump is to {number(value, 3)} at step {step}, {times} times the values before it."
+    if climbed:
+        low, high = (
+            f"{number(median(values[at.start : at.stop]), 3)} around step {known[at[len(at) // 2]][0]}"
+            for at in (climbed.low, climbed.high)
+        )
+        return f"; it rose from {low} to {high}."
+    return f", and none of its {plural(len(known), 'value')} stands out."
