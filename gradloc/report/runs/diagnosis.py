@@ -126,7 +126,7 @@ class Diagnosis:
         if skips and not own:
             return f"Judged from {skips[0]}."
         if not own:
-            return f"No metric of the {plural(count, 'row')} is one that can be judged."
+            return f"No metric of the {plural(count, 'row')} can be judged."
         return f"Judged from {plural(count, 'row')} of {', '.join([*own, *skips])}."
 
     @property
@@ -315,7 +315,7 @@ def _unseen(run: LoggedRun) -> list[str]:
     if apart < 2 or run.unit == "row" or len(gaps) > 1 and 2 * len(gaps) >= len(steps) - 1 < 3:
         return []
     about = "one" if len(gaps) == 1 or 10 * gaps[apart] > 9 * len(steps) else "about one"
-    return [f"Only {about} {run.unit} in {apart} is logged: a spike in the others would not be seen."]
+    return [f"Only {about} {run.unit} in {apart} is logged: a spike in between would not be seen."]
 
 
 def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
@@ -374,13 +374,13 @@ def _overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
         norms = [(norm, step) for step, norm in segment.metrics.logged(segment.metrics.norm or "") if step >= lost[0]]
         peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]), default=(0.0, 0))
         is_told = not norms or told is not None and step in [each.step for each in told.steps]
-        discarded = "" if is_told else f"norm {number(peak, 3)} at step {step}"
+        discarded = "" if is_told else f"{number(peak, 3)} at step {step}"
         parts.setdefault((f"{plural(len(lost), 'step')} ({ranges(lost)})", f"{verb} {how}"), []).append(discarded)
     made = []
     for (steps, how), discarded in parts.items():
         times = "" if len(discarded) == 1 else f" {len(discarded)} times"
         worst = [*dict.fromkeys(filter(None, discarded))]
-        more = f"; the largest that was discarded is {listed(worst)}" if worst else ""
+        more = f"; the largest norm that was discarded is {listed(worst)}" if worst else ""
         made.append(f"The run was resumed{times}: {steps} {how}{more}.")
     return made
 
@@ -436,12 +436,12 @@ def _effects(worst: Explosion, since: int | None = None) -> tuple[str, bool | No
         start = metrics.steps.index(worst.first)
         end = None if within is None else start + within + 1
         num_steps = metrics.steps[start:end][-1] - worst.first
-        when = "of it" if is_growth else "after it"
+        when = "of this growth" if is_growth else "after it"
         effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
     else:
-        effects = "the log has no reward, entropy or loss, so its effect is unknown"
+        effects = "what this did is not known, as the log has no reward, entropy or loss"
         if any(metrics.first(effect.names) for effect in EFFECTS):
-            effects = f"too few steps follow in the log to see what it did to {_deciding(metrics)}"
+            effects = f"too few steps follow in the log to see what this did to the {_deciding(metrics)}"
     return f"{capitalized(effects)}.", hurt
 
 

@@ -202,8 +202,8 @@ class Explosion:
             count = plural(len(self.lost), "step")
             parts.append(f"No norm is finite from step {self.lost[0]} on, to the end of the log ({count})")
         elif self.lost and math.isfinite(peak.norm):
-            verb = "was" if len(self.lost) == 1 else "were"
-            parts.append(f"The norm {verb} not finite at {ranges(self.lost)}".replace("norm were", "norms were"))
+            subject, at = ("The norm was", "step") if len(self.lost) == 1 else ("The norms were", "steps")
+            parts.append(f"{subject} not finite at {at} {ranges(self.lost)}")
         elif len(self.lost) > 1:
             stayed = f"It stayed so for {plural(len(self.lost), 'step')} ({ranges(self.lost)})"
             parts.append(f"{stayed}, and is {again}" if again else stayed)
@@ -331,7 +331,9 @@ _NO_GRADIENT = "Advantages that are all 0, an empty mask or frozen weights may b
 def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
     """Say that norms are 0, always or from a step on; empty where they are not."""
     if steps and all(step.norm == 0 for step in steps):
-        subject = "The one gradient norm is 0" if len(steps) == 1 else f"All {len(steps)} gradient norms are 0"
+        subject = {1: "The one gradient norm is 0", 2: "Both gradient norms are 0"}.get(
+            len(steps), f"All {len(steps)} gradient norms are 0"
+        )
         if _falls(loss):
             return (
                 f"{subject}, yet the loss falls from {number(loss[0], 3)} to {number(loss[-1], 3)}: the run learns, "
