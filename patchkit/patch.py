@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
 from .refusal import Refusal
@@ -30,7 +30,19 @@ _HEAD = re.compile(
 _HUNK = re.compile(r"@@ -(\d{1,7})(?:,(\d{1,7}))? \+(\d{1,7})(?:,(\d{1,7}))? @@( .*)?\n")
 _PATH = re.compile(r"verl/[A-Za-z0-9_./-]{1,195}\Z")
 _ODD = re.compile(r"(|\.|\.\.|git~\d+|\.git.*|.*\.|(con|prn|aux|nul|com[1-9]|lpt[1-9])(\..*)?)\Z", re.IGNORECASE)
-Hunk = tuple[int, list[str], int, list[str]]  # the line (from 0) and the lines before, and the same after
+
+
+class Hunk(NamedTuple):
+    """A change of neighbouring lines: their number, from 0, and content before, and both after."""
+
+    start: int
+    old: list[str]
+    new_start: int
+    new: list[str]
+
+    def inverse(self) -> "Hunk":
+        """Return the hunk that undoes this one."""
+        return Hunk(self.new_start, self.new, self.start, self.old)
 
 
 def sha256_hex(data: bytes) -> str:
@@ -80,7 +92,7 @@ class FilePatch:
 
     def backward(self, result: bytes) -> bytes | None:
         """Return the base, None for a new file, that ``result`` was made from, checked by its id."""
-        inverse = tuple((new_start, new, start, old) for start, old, new_start, new in self.hunks)
+        inverse = tuple(hunk.inverse() for hunk in self.hunks)
         base = apply_hunks(self.path, inverse, self._checked(self.after, result))
         return self._checked(blob_id(b"") if self.before is None else self.before, base) or None
 
@@ -133,7 +145,7 @@ def _hunk(path: str, text: str) -> Hunk:
     if not old and head[1] != "0":
         raise Refusal("patch-context", path=path)
     # An empty side is written with the line BEFORE it.
-    return int(head[1]) - bool(old), old, int(head[3]) - bool(new), new
+    return Hunk(int(head[1]) - bool(old), old, int(head[3]) - bool(new), new)
 
 
 def split(text: str) -> list[str]:

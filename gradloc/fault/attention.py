@@ -53,16 +53,16 @@ class AttentionLogits(TorchFunctionMode):
         return list(self._largest.values())
 
     def __enter__(self) -> "AttentionLogits":
-        def entered(module: torch.nn.Module, _: Any) -> None:
+        def enter(module: torch.nn.Module, _: Any) -> None:
             self._inside.append(module)
 
-        def left(module: torch.nn.Module, *_: Any) -> None:
-            while self._inside and self._inside.pop() is not module:  # what raised never left
+        def leave(module: torch.nn.Module, *_: Any) -> None:
+            while self._inside and self._inside.pop() is not module:  # modules whose forward raised are still there
                 pass
 
         if not self._names:
             return self
-        self._hooks = [register_module_forward_pre_hook(entered), register_module_forward_hook(left)]
+        self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..record import History
 from .history import LARGEST_EXPONENT, Recent, middle
@@ -112,6 +112,17 @@ class AdaptiveThreshold:
         return self._positions[position]
 
 
+class _Fit(NamedTuple):
+    """Statistics of a position's norms, as logarithms."""
+
+    threshold: float
+    median: float
+    level: float
+    """The median of the upper group of norms, or of all where there is one group."""
+    decile: float
+    """The ninth."""
+
+
 class _Position:
     """One mini-batch position: its recent log-norms, and the run of spikes that it is in."""
 
@@ -123,7 +134,7 @@ class _Position:
     def threshold(self) -> float | None:
         if len(self._norms) < self._warmup:
             return None
-        exponent = self._fit()[0]
+        exponent = self._fit().threshold
         return math.exp(exponent) if exponent < LARGEST_EXPONENT else math.inf
 
     def observe(self, norm: float) -> bool:
@@ -148,8 +159,8 @@ class _Position:
     def summary(self) -> History:
         if not self._norms:
             return History()
-        _, _, level, decile = self._fit()
-        return History(len(self._norms), math.exp(level), max(decile - level, 0.0) / _DECILE_OF_NORMAL)
+        fit = self._fit()
+        return History(len(self._norms), math.exp(fit.level), max(fit.decile - fit.level, 0.0) / _DECILE_OF_NORMAL)
 
     def state(self) -> dict[str, Any]:
         return {"log_norms": list(self._norms), "run": list(self._run)}
@@ -158,8 +169,7 @@ class _Position:
         self._start_again(state["log_norms"])
         self._run.extend(map(float, state["run"]))
 
-    def _fit(self) -> tuple[float, float, float, float]:
-        """Threshold, median, level and ninth decile, as logarithms."""
+    def _fit(self) -> _Fit:
         norms, count = self._norms.ordered, len(self._norms)
         center = middle(norms)
         level = middle(_upper_group(norms, center + self._cap) or norms)
@@ -168,7 +178,7 @@ class _Position:
         # threshold comes down to its place as the window fills.
         reach = _DOUBLING + 0.5 * math.log(self._norms.maxlen / count)
         threshold = min(max(decile + reach, level + self._floor), level + self._cap)
-        return threshold, center, level, decile
+        return _Fit(threshold, center, level, decile)
 
     def _start_again(self, values: Sequence[float]) -> None:
         self._norms.replace(values)
@@ -179,7 +189,7 @@ class _Position:
         if len(self._norms) <= length:
             return
         last = list(self._norms)[-length:]
-        if max(last) < self._fit()[1]:
+        if max(last) < self._fit().median:
             self._start_again(last)
 
     def _is_settled(self) -> bool:
