@@ -111,7 +111,7 @@ def test_a_run_without_metrics_that_can_be_judged_is_refused_with_a_sentence(run
 def test_one_step_and_short_runs_say_that_most_rules_were_silent(run_of, shown):
     out = shown("health", run_of([(7, healthy(7))]), code=2)
     assert "Too short to judge: 1 step" in out and "Healthy" not in out
-    assert "The run has 1 step, and rules about its own history are silent for the first 10" in out
+    assert out.count("need 11") == 1 and "To judge fewer than 11 steps: gradloc health" in out
 
 
 def test_a_run_that_was_resumed_is_judged_with_what_its_later_values_replaced(run_of, shown):
@@ -193,7 +193,7 @@ def test_a_run_that_did_not_recover_is_not_called_healthy_at_its_end(name, shown
 
 def test_a_log_of_overflows_alone_is_answered_by_what_the_report_finds(shown):
     log = REPO / "tests" / "data" / "pieces" / "deepspeed-skips-all.log"
-    assert "fp16 overflowed 10 times" in " ".join(shown("health", log, "--fail-on", "found", code=1).split())
+    assert "fp16 overflowed: the trainer counts" in " ".join(shown("health", log, "--fail-on", "found", code=1).split())
 
 
 def test_a_run_with_an_event_has_a_headline_where_no_rule_found_fault(tmp_path, shown):

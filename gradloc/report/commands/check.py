@@ -39,7 +39,7 @@ _PLACEMENTS = (
     "everything stays on the device",
     "the optimizer's state moves to the host",
     "the optimizer's state, saved weights and gradients move to the host",
-    "the same, by bisection alone",
+    "as search 3, by bisection alone",
 )
 
 

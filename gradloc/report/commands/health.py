@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ...explain.advice import sampling_cut
-from ...explain.text import capitalized, in_unit, one_line
+from ...explain.text import in_unit, one_line
 from .. import output
 from ..errors import ReportError
 from ..logs.names import listed
@@ -112,9 +112,10 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     if not folder.events:
         diagnosis = folder.diagnoses[0]
         has_finding = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
-        is_led = diagnosis.is_unrecovered or bool(diagnosis.kind) and not has_finding  # such as in the rules' warm-up
+        is_led = diagnosis.is_unrecovered or diagnosis.kind == "unfinite"
+        is_led |= bool(diagnosis.kind) and not has_finding  # such as in the rules' warm-up
         if is_led:
-            console.print(one_line(f"{diagnosis.headline} {capitalized(diagnosis.label)}."), style="bold red")
+            console.print(one_line(f"{diagnosis.headline} Kind: {diagnosis.label}."), style="bold red")
     if health.num_unwell or not is_led:
         console.print(health.headline)
     if is_led and diagnosis.advice:

@@ -203,10 +203,9 @@ def judge(
     own = {name: called for part in parts for name, called in part.called.items()}
     health.metrics = tuple(dict.fromkeys(own.get(name, name) for name in rules.read))
     if 0 < len(health.verdicts) <= config.warmup:
-        health.notes.append(
-            f"The run has {plural(len(health.verdicts), 'step')}, and rules about its own history are "
-            f"silent for the first {config.warmup}. To hear them sooner: gradloc health RUN_DIR --set warmup=3"
-        )
+        least, steps = config.warmup + 1, plural(len(health.verdicts), "step")
+        why = f"The run has {steps}, and rules about its own history need {least}. " if health.num_unwell else ""
+        health.notes.append(f"{why}To judge fewer than {least} steps: gradloc health RUN_DIR --set warmup=3")
     health.notes += differences
     health.notes = [in_unit(note, health.unit) for note in health.notes]
     return health
