@@ -289,7 +289,7 @@ class _Table:
                 known.add(name)
                 runs.setdefault(self._text(cells, run_at), []).append((step, name, value))
         for found in () if is_named else runs.values():
-            if 2 * len({step for step, *_ in found}) <= len(found):
+            if 2 * len({step for step, *_ in found}) <= len(found) + 1:  # the last value may be cut off
                 raise ReportError(
                     f"{self.source.name} has several values for a step and no column that names their metric, so they "
                     "could be of different ones: add a column `metric`, or name a file of one metric."

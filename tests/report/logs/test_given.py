@@ -57,7 +57,7 @@ def test_a_pattern_reads_a_form_of_ones_own(tmp_path, shown):
     (tmp_path / "own.txt").write_text(OWN)
     said = shown(tmp_path / "own.txt", "--pattern", r"<(?P<step>\d+)> gn~(?P<value>\S+) r~(?P<reward>\S+)")
     assert "Step 73: gradient norm 903" in said and "120 of 120 lines" in said and "2 metrics" in said
-    assert "counted" in shown(tmp_path / "own.txt", "--pattern", r"gn~(?P<value>\S+)")
+    assert "Row 73: gradient norm 903" in shown(tmp_path / "own.txt", "--pattern", r"gn~(?P<value>\S+)")
     own = str(tmp_path / "own.txt")
     for command in (["trigger", own], ["health", own], ["compare", own, own], ["watch", own, "--once"]):
         assert shown(*command, "--pattern", r"<(?P<step>\d+)> gn~(?P<value>\S+) r~(?P<reward>\S+)")
