@@ -15,7 +15,9 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
     lines += [f"> {escape(note)}" for note in run.notes]
     for said in () if run.events else run.diagnoses:
         lines += ["", f"### {escape(said.run.name)}: {escape(said.headline)}", ""]
-        lines += [f"- {escape(sentence)}" for sentence in said.sentences]
+        kind = [f"Kind: {said.label}."] if said.label else []
+        found = [*kind, *said.sentences[:-1], said.ground, *said.sentences[-1:]]
+        lines += [f"- {escape(sentence)}" for sentence in found]
         lines += ["", *_lines({"": said.command})] if said.command else []
     for event in events:
         lines += ["", "".join(issue(document(event, run)))]

@@ -79,6 +79,7 @@ def render(run: RunFolder, events: Events | None = None) -> str:
     diagnosis = run.diagnoses[0] if run.runs and not chosen else None
     sparks: list[tuple] = []
     if diagnosis:
+        health.is_surviving = bool(run.runs[0].overwritten)
         health.heed(diagnosis.is_unrecovered, diagnosis.worst and diagnosis.worst.peak.step)
         run.notes += diagnosis.limits
         if explosion := diagnosis.worst:

@@ -55,6 +55,8 @@ class RunHealth:
     """What the steps count, as :class:`~..logs.recording.Recording` says."""
     is_unrecovered: bool = False
     """Whether the run ends as it is not to be; the rules learn a new level, and then call its last step healthy."""
+    is_surviving: bool = False
+    """Whether steps that a resume overwrote were left out."""
     spike: int | None = None
     """Step of the run's worst spike by its norms."""
     notes: list[str] = field(default_factory=list)
@@ -88,7 +90,8 @@ class RunHealth:
     @property
     def headline(self) -> str:
         """Return the run's state in a sentence or two."""
-        return in_unit(self._headline, self.unit)
+        said = in_unit(self._headline, self.unit)
+        return f"Without what a resume overwrote: {said[0].lower()}{said[1:]}" if self.is_surviving else said
 
     @property
     def _headline(self) -> str:

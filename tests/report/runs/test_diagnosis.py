@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from gradloc.report.pages.markdown import to_markdown
+from gradloc.report.pages.page import render
 from gradloc.report.runs.diagnosis import aftermath, diagnose
 from gradloc.report.runs.run import read_run
 from tests.report.builder import REPO
@@ -142,7 +144,10 @@ def test_a_spike_that_a_resume_got_past_is_not_said_to_be_the_run_s_end(shown):
     said = shown(DATA / "logs" / "console" / "resumed.log")
     assert "Kind: a spike, and the run did not recover, until it was resumed." in said
     assert "got past step 47: continue" in said and said.count("903") <= 4  # headline, curve, health
-    assert not read_run(DATA / "logs" / "console" / "resumed.log").diagnoses[0].is_unrecovered
+    found = read_run(DATA / "logs" / "console" / "resumed.log")
+    assert not found.diagnoses[0].is_unrecovered
+    assert "Without what a resume overwrote: no fault in 60 steps" in render(found)
+    assert "Kind: a spike" in to_markdown(found, []) and "Judged from 60 rows" in to_markdown(found, [])
 
 
 def test_a_step_that_failed_at_each_resume_is_not_resumed_from_there_again(shown):
