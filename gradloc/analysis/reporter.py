@@ -144,12 +144,6 @@ class Reporter:
             ),
         }
 
-    def _write(self, record: Any, metrics: dict[str, float]) -> Any:
-        """Write a record with its metrics, and return it."""
-        record = replace(record, metrics=metrics)
-        write_record(self.training.root, self.name, record)
-        return record
-
 
 _SEEDS_APART = 1_000_003  # between the seeds of two steps: a prime above any seed that people type
 
@@ -201,7 +195,8 @@ class BucketReporter(Reporter):
             groups=group_table(buckets, groups),
             **self._shared_fields(global_step, numbers, start),
         )
-        record = self._write(record, analysis_metrics(record))
+        record = replace(record, metrics=analysis_metrics(record))
+        write_record(self.training.root, self.name, record)
         log_group_table(self.training.trackers, record)
         return record.metrics
 
@@ -233,7 +228,9 @@ class QuartileReporter(Reporter):
             **record_fields(by_rank, arrays, quartiles, sampled),
             **self._shared_fields(global_step, by_rank[0], start),
         )
-        return self._write(record, quartile_metrics(record)).metrics
+        record = replace(record, metrics=quartile_metrics(record))
+        write_record(self.training.root, self.name, record)
+        return record.metrics
 
 
 # ---- on disk, and in W&B
