@@ -51,6 +51,16 @@ def test_a_loss_that_stays_high_is_found_where_it_rose(at, times):
     assert (kind, f"rose from step {at + 1} on for good" in headline) == ("fell", True)
 
 
+def test_a_rise_over_some_rows_begins_at_the_first_of_them():
+    losses = [loss * 10 ** min(max(at - 199, 0) / 4, 1) for at, loss in enumerate(noisy(0.02))]
+    assert "rose from step 201 on for good" in said(losses)[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_short_log_has_no_jump_in_its_noise(seed):
+    assert said(noisy(0.3, num=40, seed=seed))[0] == ""
+
+
 def test_one_high_loss_is_a_jump_and_many_alike_are_not():
     once, often = noisy(0.05), noisy(0.05)
     once[200] *= 3
