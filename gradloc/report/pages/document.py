@@ -373,9 +373,9 @@ def _where(event: Event) -> Section:
     highest = event.layer_history.excess if event.layer_history else {}
     if highest:
         listed = Counter(highest).most_common(3)
-        names = ", ".join(f"{one_line(layer, 40)} {number(excess, 3)}×" for layer, excess in listed)
+        names = ", ".join(f"{number(excess, 3)}× in {one_line(layer, 40)}" for layer, excess in listed)
         steps = number(event.layer_history.num_steps if event.layer_history else None)
-        blocks.append(f"Layers against their own median over {steps} steps: {names}.")
+        blocks.append(f"Layers' norms against their own median over {steps} steps: {names}.")
     parts = filter(None, (search.strategy, cost(search)))
     status = search.status.replace("_", " ") + (f"; {search.stop_reason}" if search.stop_reason else "")
     blocks.append(f"Search: {', '.join(parts)}. Outcome: {status}.")
@@ -417,7 +417,8 @@ def _proof(event: Event, run: RunFolder, root: Any) -> Section:
             " ".join([f"Which link broke: {LINKS[event.fault.at]}.", *fault_sentences(event), before]).strip()
         )
     blocks += _replays(event)
-    reason = f" ({action.reason})" if action.reason else ""
+    is_said = action.reason == "the step goes on as it is"  # older events give it as the reason to observe
+    reason = f" ({action.reason})" if action.reason and not is_said else ""
     blocks.append(f"Action: {ACTIONS.get(action.taken, action.taken)}{reason}.")
     folder = bundle_folder(root, event)
     if folder is not None and (folder / "meta.json").is_file():
