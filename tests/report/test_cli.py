@@ -124,6 +124,7 @@ def test_a_file_is_guessed_by_its_name_and_not_by_an_ending_that_all_have(tmp_pa
         ("run --event step00005-epoch0-mini0", "did you mean step000005-epoch0-mini0?"),
         ("health EMPTY", "one of the words is empty: a variable of the shell may have no value."),
         ("mismatch rnu", "rnu does not exist: did you mean run?"),
+        ("mismatch MEANS --step 99", "has means alone, of all steps together: leave --step out."),
         ("./missing", "missing does not exist: name a run's log"),
         (".", "holds no run's log"),
         ("runn", "runn does not exist: did you mean run?"),
@@ -156,6 +157,7 @@ def test_what_cannot_be_done_is_refused_in_one_line_with_a_guess(folder, monkeyp
     if words == ".":
         folder.rename(folder.parent.parent / "elsewhere")
         (folder.parent / "a.txt").write_text("")
+    words = words.replace("MEANS", str(REPO / "examples" / "demo"))
     given = ["" if word == "EMPTY" else word for word in words.replace("HERE", here).split()]
     assert said.replace("HERE", here) in refused(*given)
 

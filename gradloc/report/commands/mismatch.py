@@ -39,7 +39,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a file or folder with both log-probs of each token")
-    parser.add_argument("--step", metavar="NAME", help="of several steps this one; default: the last")
+    parser.add_argument("--step", metavar="NAME", help="the step to judge, of several (default: the last)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a page with pictures")
     parser.add_argument("--json", action="store_true", help="print every step's verdict and evidence")
 
@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         means = None if is_event(log) else read_means(log)
         if means is None or is_short and not means[1]:
             raise ReportError(str(error)) from None
+        if args.step is not None:
+            raise ReportError(f"{log} has means alone, of all steps together: leave --step out.") from None
         if args.output is not None and not args.json:
             raise ReportError(f"{log} has means alone, and a page shows tokens: leave -o out, or add --json.") from None
         if is_short:
