@@ -3,7 +3,9 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from ...record.files import NAME, parse_json
@@ -144,6 +146,13 @@ def _series(part: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
             yield from _series(inner, f"{name}/{key}".strip("/")) if isinstance(inner, dict | list) else ()
 
 
+def _has_gaps(steps: list[Any]) -> bool:
+    """Return whether steps that are mostly as far apart lack some, between the first and the last."""
+    known = [number(step) for step in steps]
+    gaps = Counter(later - step for step, later in pairwise(known[1:-1])) if None not in known else Counter()
+    return len(gaps) > 1 and 2 * gaps.most_common(1)[0][1] > gaps.total()
+
+
 def _is_of(part: Any, kind: Any) -> bool:
     """Return whether something is a list of texts, or of numbers."""
     return isinstance(part, list) and all(isinstance(each, kind) for each in part)
@@ -180,6 +189,9 @@ def _entries_of(document: dict) -> list[dict]:
     whole = {name: values for name, values in lists.items() if len(values) == count}
     if any(0.8 < len(values) / count < 1.25 and name not in whole for name, values in lists.items() if count):
         return []  # some are cut, and a value could be given a wrong step
+    name = None if inner else step_name(whole)
+    if name is not None and any(map(is_norm, whole)) and _has_gaps(whole[name]):
+        del whole[name]  # each list may lack others: a value is known by its place alone
     if step_name(whole) is None and not any(map(is_norm, whole)):
         whole["epoch"] = [*range(1, count + 1)]  # as Keras keeps its history
     return [{"step" if name == "steps" else name: values[at] for name, values in whole.items()} for at in range(count)]

@@ -21,6 +21,7 @@ class Exposed(Grammar):
         super().__init__()
         self._scrape: dict[str, float] = {}
         self._seen: set[str] = set()
+        self._last = ""
         self.is_open = False
         """Whether a line has said that such metrics come."""
         self.unplaced: list[str] = []
@@ -39,7 +40,8 @@ class Exposed(Grammar):
                 rows[-1][1][name] = value
                 return True
             return self.add(process, step, {name: value})
-        if found[1] + (found[2] or "") in self._seen:
+        is_twice, self._last = line == self._last, line
+        if found[1] + (found[2] or "") in self._seen and not is_twice:
             self.close()
         self._seen.add(found[1] + (found[2] or ""))
         self._scrape.setdefault(name, value)
