@@ -62,7 +62,7 @@ def read_document(source: Source) -> list[Recording]:
         values = _single_values(source, document) if "columns" not in known else []
         made.rows = gather(sorted(values) if known else values)
     if not made.rows:
-        others = _entries_of(known) if known else document
+        others = _entries_of(known, source.name) if known else document
         _add_rows(made, others if entries is None else entries)
     if not made.rows and (texts := texts_of(document)):
         return read_lines(source, "\n".join(texts))
@@ -162,7 +162,7 @@ _AXES = (("x", "steps", "iters"), ("y", "values"))
 """The names of a series' steps and of its values."""
 
 
-def _entries_of(document: dict) -> list[dict]:
+def _entries_of(document: dict, source: str) -> list[dict]:
     """Return the rows of ``{"step": [1, 2], "grad_norm": [0.5, 0.4]}``, as many as there are norms or losses; of
     ``{"1": {...}}`` by step; of ``{"loss": {"1": 0.5}}``; and of pandas' ``to_json``, in any of its forms.
     """
@@ -188,7 +188,7 @@ def _entries_of(document: dict) -> list[dict]:
     count = next((len(values) for name, values in lists.items() if is_norm(name) or is_training_loss(name)), 0)
     whole = {name: values for name, values in lists.items() if len(values) == count}
     if any(0.8 < len(values) / count < 1.25 and name not in whole for name, values in lists.items() if count):
-        return []  # some are cut, and a value could be given a wrong step
+        raise ReportError(f"{source} has lists of different lengths, so a value could be given another's step.")
     name = None if inner else step_name(whole)
     if name is not None and any(map(is_norm, whole)) and _has_gaps(whole[name]):
         del whole[name]  # each list may lack others: a value is known by its place alone
