@@ -34,14 +34,19 @@ class Clip:
     limit: float
     """The limit on the norm, or with ``is_by_value`` on each element."""
     norm: Any
-    """L2 norm of their gradient before the call, a scalar tensor."""
+    """L2 norm of their gradient before the call, a scalar tensor; None where FSDP1 computed one of another order."""
     again: Callable[[], Any]
-    """Clips what is in ``.grad`` now in the same way; returns the norm before."""
-    is_by_value: bool = False
+    """Clips what is in ``.grad`` now in the same way; returns the L2 norm before, None where ``norm`` is."""
+    used: Any
+    """The norm that the limit is on, of the clip's own order; None with ``is_by_value``."""
+
+    @property
+    def is_by_value(self) -> bool:
+        return self.used is None
 
     def factor(self) -> float:
         """Return what the gradient was multiplied by; reads the device."""
-        norm = float(plain(self.norm))
+        norm = float(plain(self.used))
         return min(1.0, self.limit / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
 
@@ -134,7 +139,8 @@ class ClipTap:
             return torch.tensor(space.norm() if raw is None else self._norm_without_calls(space, raw))
         if len(self.calls) == 1 and not self.calls[0].is_by_value:
             self.limit = self.calls[0].limit
-        return self._joined([plain(call.norm) for call in self.calls])
+        norms = [space.norm() / call.factor() if call.norm is None else plain(call.norm) for call in self.calls]
+        return self._joined([*map(torch.as_tensor, norms)])
 
     @torch.no_grad()
     def again(self, space: GradientSpace) -> torch.Tensor:
@@ -145,11 +151,13 @@ class ClipTap:
             if factor is not None:
                 space.scale(factor)
             return torch.tensor(norm)
+        norm = torch.tensor(space.norm()) if any(call.norm is None for call in self.calls) else None
         self.is_off = True
         try:
-            return self._joined([plain(call.again()) for call in self.calls])
+            norms = [call.again() for call in self.calls]
         finally:
             self.is_off = False
+        return self._joined([*map(plain, norms)]) if norm is None else norm
 
     def own_factor(self, norm: float) -> float | None:
         """Return the factor of a loop's own clip; None where none was seen."""
@@ -238,14 +246,18 @@ def _clip_and_note(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
     def make_clip(own: list[Any]) -> Clip:
-        def clip_again() -> Any:
-            norm_now = get_total_norm([param.grad for param in own if param.grad is not None], order)
-            clip(own, norm_now)
-            return norm_now
+        def l2_norm(used: Any) -> Any:
+            is_l2 = used is not None and order == 2.0
+            return used if is_l2 else get_total_norm([param.grad for param in own if param.grad is not None])
 
-        is_l2 = norm is not None and order == 2.0
-        l2_norm = norm if is_l2 else get_total_norm([param.grad for param in own])
-        return Clip(own, float(limit), l2_norm, clip_again, is_by_value=norm is None)
+        def clip_again() -> Any:
+            grads = [param.grad for param in own if param.grad is not None]
+            used_now = None if norm is None else get_total_norm(grads, order)
+            l2_now = l2_norm(used_now)
+            clip(own, used_now)
+            return l2_now
+
+        return Clip(own, float(limit), l2_norm(norm), clip_again, norm)
 
     _note(params, make_clip)
     clipped = clip(params, norm)
@@ -286,7 +298,16 @@ def _install() -> None:
     @wraps(fsdp1_clip)
     def noted_fsdp1(self: FSDP1, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         norm = fsdp1_clip(self, max_norm, norm_type)
-        _note(self.parameters(), lambda own: Clip(own, float(max_norm), norm, lambda: fsdp1_clip(self, max_norm)))
+        is_l2 = float(norm_type) == 2.0
+
+        def make_clip(own: list[Any]) -> Clip:
+            def clip_again() -> Any:
+                norm_now = fsdp1_clip(self, max_norm, norm_type)
+                return norm_now if is_l2 else None
+
+            return Clip(own, float(max_norm), norm if is_l2 else None, clip_again, norm)
+
+        _note(self.parameters(), make_clip)
         return norm
 
     FSDP1.clip_grad_norm_ = noted_fsdp1  # type: ignore[method-assign]

@@ -516,6 +516,16 @@ class Clipped(Loop):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
 
+class ByLargest(Loop):
+    """The loop's limit is on the gradient's largest element."""
+
+    def clip(self):
+        if isinstance(self.model, FSDP1):
+            self.model.clip_grad_norm_(0.05, math.inf)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05, norm_type=math.inf)
+
+
 class Groups(Loop):
     """Two calls, for the layers and for the rest."""
 
@@ -595,6 +605,7 @@ KINDS: dict[str, type[Loop]] = {
     "contrastive": Contrastive,
     "times-8": Times8,
     "clipped": Clipped,
+    "clipped-by-largest": ByLargest,
     "clipped-by-group": Groups,
     "clipped-by-value": ByValue,
     "fp16-scaler": Half,

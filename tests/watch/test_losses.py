@@ -20,10 +20,13 @@ FEW_QUICK = [
 ]
 DEFAULT = (("ddp", "clipped-by-group"), ("fsdp2", "ppo-ratio-3"), ("fsdp1", "tied"))
 ON_RANKS = [
-    pytest.param(layout, kind, marks=pytest.mark.full if (layout, kind) in DEFAULT else pytest.mark.slow)
-    for layout in ("ddp", "fsdp2", "fsdp1")
-    for kind in LAYERED
-    if (layout, kind) != ("fsdp1", "clipped-by-group")  # it has one clip for all
+    pytest.param("fsdp1", "clipped-by-largest", marks=pytest.mark.full),
+    *(
+        pytest.param(layout, kind, marks=pytest.mark.full if (layout, kind) in DEFAULT else pytest.mark.slow)
+        for layout in ("ddp", "fsdp2", "fsdp1")
+        for kind in LAYERED
+        if (layout, kind) != ("fsdp1", "clipped-by-group")  # it has one clip for all
+    ),
 ]
 
 
