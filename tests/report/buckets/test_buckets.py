@@ -114,7 +114,7 @@ def test_figures_are_drawn_of_whatever_there_is(tmp_path, row):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["@run", "--step", "2"], "step 2 was not analysed: there are 1, 51."),
+        (["@run", "--step", "2"], "step 2 was not analysed; those that were: 1, 51."),
         (["@empty"], "holds no gradient analysis: none was due, or trainer.gradient_analysis_mode"),
         (["@run/nothing"], "is not a folder: name the folder of a run."),
         ([], "name one run: its folder, or --wandb-path ENTITY/PROJECT/RUN_ID."),

@@ -178,7 +178,7 @@ def test_a_file_that_was_cut_off_is_noted_and_the_others_are_read(tmp_path, caps
 @pytest.mark.parametrize(
     "folder, options, sentence",
     [
-        ("run", ["--step", "2"], "step 2 was not analysed: there are 1."),
+        ("run", ["--step", "2"], "step 2 was not analysed; those that were: 1."),
         ("empty", [], "holds no quartile analysis: none was due, or trainer.quartile_analysis_mode"),
         ("nowhere", [], "is not a folder: name the folder of a run."),
     ],
