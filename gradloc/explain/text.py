@@ -104,7 +104,7 @@ def plural_of(noun: str) -> str:
 
 _NUMBERED = re.compile(r"(?<!optimizer )\b[Ss]teps?(?= \d)(?! \d+ of epoch)|(?<=the last )step(?=, \d)")
 _DISTANCE = re.compile(r"\b((?:within|every|in the) [\d.,]+ )(steps?)\b")
-_LOGGED = re.compile(r"(?<=\d )step(?=s?\b)")
+_LOGGED = re.compile(r"(?<=\d )(common )?step(?=s?\b)")
 """Steps in a sentence: by their numbers, as a distance between two, and a number of logged ones."""
 
 
@@ -121,7 +121,7 @@ def in_unit(sentence: str, unit: str) -> str:
     named = {"step": unit, "steps": plural_of(unit)}
     named |= {word.capitalize(): name.capitalize() for word, name in named.items()}
     sentence = _DISTANCE.sub(lambda found: found[1] + named[found[2]], sentence)
-    return _NUMBERED.sub(lambda found: named[found[0]], _LOGGED.sub("row", sentence))
+    return _NUMBERED.sub(lambda found: named[found[0]], _LOGGED.sub(r"\1row", sentence))
 
 
 def first_of(names: Sequence[str]) -> str:
