@@ -201,7 +201,8 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         if not lost or is_lost and title == "loss":
             continue
         is_lost |= title == "loss"
-        own, value = metrics.own(name), next(v for _, v in logged if not math.isfinite(v))
+        own = metrics.own(name)
+        what = " or ".join(dict.fromkeys(number(value) for _, value in logged if not math.isfinite(value)))
         before = [(step, known) for step, known in logged if step < lost[0]]
         was = f"; it was {number(before[-1][1], 3)} at step {before[-1][0]}" if before else ""
         if lost == [step for step, _ in logged if step >= lost[0]]:
@@ -215,7 +216,7 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
             "" if before else _repeats(title, begins(run)) if after is None else f"From step {after} on it is finite."
         )
         before_it = before[-1][0] + 1 if is_resumed else None
-        yield Sign("unfinite", f"{own} is {number(value)} {where}{was}.", advice, lost[0], before_it)
+        yield Sign("unfinite", f"{own} is {what} {where}{was}.", advice, lost[0], before_it)
 
 
 def _overwritten_nan(run: LoggedRun) -> Iterator[Sign]:
@@ -448,7 +449,7 @@ def _lasting(metrics: Metrics) -> Sign | None:
         what, worst = ("low", min(values[rise.at :])) if first.is_fall else ("peak", max(values[rise.at :]))
         way = f", after a {what} of {number(worst, 2)}" if abs(worst - was) > 1.5 * abs(now - was) else ""
         change = f"from {number(was, 2)} around step {step} to {number(now, 2)} at the end{way}"
-        return Sign("fell", f"{own} {first.verb} bit by bit, {change}.", "", step, step + 1)
+        return Sign("fell", f"{own} {first.verb} {change}.", "", step, step + 1)
     before_it = known[rise.at - 1][0]
     was, now = median(values[rise.low.start : rise.at]), median(values[rise.at :])
     between = f"from step {step} on" if step - before_it <= 1 else f"between steps {before_it} and {step}"
