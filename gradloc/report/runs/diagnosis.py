@@ -482,18 +482,20 @@ def _change(
     was = median(before[-_LEVEL:])
     scatter = 4 * median(abs(value - was) for value in before)
     low, high = min(value for _, value in near), max(value for _, value in near)
-    if fall is not None and was - low > max(scatter, (1 - fall) * abs(was)) and was != 0:
+    lowest = -math.inf if fall is None or was == 0 else was - max(scatter, (1 - fall) * abs(was))
+    highest = math.inf if rise is None or was <= 0 else max(rise * was, was + scatter)
+    if low < lowest:
         verb, reached = "fell", low
-    elif rise is not None and was > 0 and high > max(rise * was, was + scatter):
+    elif high > highest:
         verb, reached = "rose", high
     else:
         return None
     there, most = next((at, value) for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
     mostly = ", most of it" if number(most, 2) != number(reached, 2) else ""
     change = f"{verb} from {number(was, 2)} to {number(reached, 2)}{mostly} within {plural(there - step, 'step')}"
-    size, ends = reached - was, [value for _, value in after[-_LEVEL:]]
-    is_back = len(after) > 2 * _LEVEL and (median(ends) - was) / size < 0.5 and reached not in ends
-    is_back |= len(after) > 2 and all((value - was) / size < 0.15 for _, value in after[-2:])
+    ends = [value for _, value in after[-_LEVEL:]]
+    are_back = [value >= lowest if verb == "fell" else value <= highest for value in (median(ends), *ends[-2:])]
+    is_back = len(after) > 2 * _LEVEL and are_back[0] and reached not in ends or len(after) > 2 and all(are_back[1:])
     return _Change(f"{change} and came back" if is_back else change, is_back)
 
 

@@ -482,13 +482,15 @@ def _jumped(metrics: Metrics) -> Sign | None:
     found = peak(scaled(values), _epoch_starts(metrics, [step for step, _ in known]))
     if found is None or not found.is_odd or found.size < math.log(_LEAST_JUMP):
         return None
-    at, before = found.at, values[found.at - NEAR : found.at]
-    was, begin = median(before), found.at
+    was, begin = median(values[found.at - NEAR : found.at]), found.at
     while values[begin - 1] > 1.3 * was and begin > 1:
         begin -= 1
-    usual = max(sorted(before)[-2], 1.1 * was)
-    back = next((step for step, value in known[at + 1 :] if value <= usual), None)
-    end = "is not back at the end of the log" if back is None else f"was back at step {back}"
+    before = values[max(begin - NEAR, 0) : begin]
+    was = median(before)
+    usual = max(sorted(before)[-2:][0], 1.1 * was)
+    back = next((at for at in range(found.at + 1, len(values)) if values[at] <= usual), None)
+    end = "is not back at the end of the log" if back is None else f"was back at step {known[back][0]}"
+    at = max(range(begin, len(values) if back is None else back), key=values.__getitem__)
     step, times = known[at][0], f"{number(values[at] / was, 2)} times the" if was else "from"
     sentence = f"{own} jumped to {number(values[at], 3)} at step {step}, {times} {number(was, 3)} before it, and {end}."
     if back is None:
