@@ -328,7 +328,7 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
         elif parts and line[:1].isalpha():  # of another process
             yield line
         elif parts:
-            parts.append(line.strip())
+            parts = [] if line.rstrip().endswith("[") else [*parts, line.strip()]  # the dicts that it holds come next
             if "}" in line or len(parts) > 200:
                 yield " ".join(parts)
                 parts = []

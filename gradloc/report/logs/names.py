@@ -25,8 +25,8 @@ ALIASES = {
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
-    "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_mean avg_loss loss_step "
-    "lm_loss_value xent cost rmse_trn trl mse perplexity ppl",
+    "train_inner_loss crossentropyloss cross_entropy_loss ce_loss total_loss tot_loss loss_total loss_mean avg_loss "
+    "loss_step lm_loss_value xent cost rmse_trn trl mse perplexity ppl",
     "critic/vf_loss": "vf_loss value_loss v_loss critic_loss value_function_loss mean_value_function_loss "
     "loss_value_avg",
     "actor/pg_clipfrac": "pg_clipfrac clip_ratio clip_ratio_region_mean clipfrac_avg policy_clipfrac_avg",

@@ -7,7 +7,7 @@ import importlib
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, BinaryIO
@@ -21,6 +21,7 @@ from .lines import TEXTS, read_lines
 from .names import (
     as_step,
     is_norm,
+    is_training_loss,
     listed,
     long_columns,
     may_lack_digits,
@@ -34,6 +35,8 @@ from .recording import Recording, gather
 from .source import Source
 
 _TIMES = re.compile(r"relative time|wall time|^_?timestamp$|^_?runtime$|^time$|^date$", re.IGNORECASE)
+_PLACE = re.compile(rf"{_TIMES.pattern}|^idx$|^epoch$", re.IGNORECASE)
+"""Columns that say where a value belongs: Aim's frame of one metric has all of them."""
 _DATE_AND_TIME = re.compile(r"(?<=\d\d\d\d-\d\d-\d\d) (?=\d\d:\d\d)")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
@@ -62,10 +65,16 @@ def is_table(source: Source) -> bool:
     head = _head(lines[0], delimiter)
     if any(name and (number(name) is not None or _NAMED.search(name)) for name in head):
         return False
-    if _step_column(head) is None and not any(map(is_norm, head)):
+    if _step_column(head) is None and not _says_training(head):
         return False
     rows = (_words(line) if delimiter == " " else line.split(delimiter) for line in lines[1:])
     return any(abs(len(row) - len(head)) <= 1 and any(number(cell, True) is not None for cell in row) for row in rows)
+
+
+def _says_training(names: Sequence[str]) -> bool:
+    """Return whether columns without a step are those of rows of a training: a norm, or losses for the most part."""
+    known = [name for name in names if name.strip()]
+    return any(map(is_norm, known)) or 2 * sum(map(is_training_loss, known)) > len(known)
 
 
 def read_table(source: Source) -> list[Recording]:
@@ -199,7 +208,7 @@ class _Table:
         self.step_at = _step_column(self.names)
         if self.step_at is None and (at := _epochs(self.names, sample)) is not None:
             self.step_at, self.unit = at, "epoch"
-        if self.step_at is None and not any(map(is_norm, self.names)):
+        if self.step_at is None and not _says_training(self.names):
             raise ReportError(
                 f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
                 f"there is {listed(self.names)}."
@@ -258,7 +267,7 @@ class _Table:
         if (found := long_columns(self.names)) is not None:
             value, keys, run = found
             return self.names.index(value), [*map(self.names.index, keys)], self.names.index(run) if run else None
-        own = [at for at, name in enumerate(self.names) if at != self.step_at and name and not _TIMES.search(name)]
+        own = [at for at, name in enumerate(self.names) if at != self.step_at and name and not _PLACE.search(name)]
         if [self.names[at].lower() for at in own] in (["value"], ["metric"]):
             return own[0], [], None
         cells = {at: [self._text(row, at) for row in sample] for at in range(len(self.names)) if at != self.step_at}
@@ -294,7 +303,8 @@ class _Table:
                     f"{self.source.name} has several values for a step and no column that names their metric, so they "
                     "could be of different ones: add a column `metric`, or name a file of one metric."
                 )
-        form = (self.form or "a table of values") if tags else "TensorBoard's CSV"
+        is_tensorboards = not tags and any(name.lower() == "wall time" for name in self.names)
+        form = "TensorBoard's CSV" if is_tensorboards else self.form or "a table of values"
         return [
             Recording(self.source.name, form, run if len(runs) > 1 else "", rows=gather(found), notes=self.source.notes)
             for run, found in runs.items()
