@@ -282,6 +282,10 @@ def _step_around(values: dict[str, float]) -> int | None:
     return None
 
 
+_DIGITS = 8
+"""Characters of a number that does not come twice by chance."""
+
+
 class Printed(Grammar):
     """``{'loss': 0.1, 'grad_norm': 0.31}``, as a Trainer, OpenRLHF (``Global step 7: {...}``) and slime print it."""
 
@@ -300,6 +304,8 @@ class Printed(Grammar):
         """The places of the rows that come after a run's end."""
         self._after: dict[str, list[dict[int, int]]] = defaultdict(list)
         """The bars that were drawn next."""
+        self._known: dict[str, set[tuple]] = defaultdict(set)
+        """What these rows hold."""
 
     def draw(self, count: int, total: int) -> None:
         """Takes the count of a progress bar; a ``total`` of 0 is that of lines which say a step and no more."""
@@ -344,6 +350,12 @@ class Printed(Grammar):
                 return bool(rows)
             if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
                 return True  # printed by a second handler
+            whole = tuple(values.items())
+            is_fine = any(len(repr(value)) > _DIGITS for name, value in values.items() if is_norm(name))
+            if is_fine and whole in self._known[process]:  # pasted twice, as a diff's lines
+                self.num_drawn += 1
+                return True
+            self._known[process].add(whole)
             if rows and _are_one_steps(values, rows[-1][1]):
                 rows[-1][1].update(values)
                 return True

@@ -14,7 +14,6 @@ from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow
 from ..runs.health import RunHealth
 from ..runs.run import RunFolder
-from ..runs.spikes import KINDS
 
 POINTS = 4000
 """Most points per curve; of more, each bin keeps its lowest and highest, so that no spike is lost."""
@@ -78,7 +77,7 @@ def _spikes(diagnosis: Diagnosis) -> list[list[Any]]:
     for explosion in diagnosis.explosions[:LINKED]:
         peak = explosion.peak
         limit = f"threshold {number(peak.threshold, 3)}" if peak.threshold else "no threshold yet"
-        marks.append([peak.step, _height(peak.norm), "what-to-do", f"{limit}, {KINDS[explosion.kind]}"])
+        marks.append([peak.step, _height(peak.norm), "what-to-do", f"{limit}, {explosion.label}"])
     return marks
 
 

@@ -15,7 +15,6 @@ from ..logs.names import is_norm
 from ..logs.recording import MAX, MEAN, Metrics
 from .diagnosis import diagnose
 from .run import RunFolder
-from .spikes import KINDS
 
 _TIMED = re.compile(
     r"tim(?:e|ing)|seconds|per_second|perf|throughput|memory|mfu|tokens_per|_s$|/s$|runtime|^_", re.IGNORECASE
@@ -231,7 +230,7 @@ def _spikes(run: RunFolder) -> dict[int, str]:
     """Return a run's spikes by step: its events, or, where it has none, what its log shows."""
     if not run.events:
         explosions = diagnose(run.runs[0]).explosions if run.runs else []
-        return {found.peak.step: f"{number(found.peak.norm)} ({KINDS[found.kind]})" for found in explosions}
+        return {found.peak.step: f"{number(found.peak.norm)} ({found.label})" for found in explosions}
     found: dict[int, list[str]] = {}
     for row in run.events.rows:
         found.setdefault(row.step, []).append(f"{number(row.norm)} ({one_line(row.token, 20) or 'no culprit'})")

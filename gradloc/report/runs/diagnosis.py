@@ -5,14 +5,11 @@ A checkpoint to resume from is named only if it is certainly the run's own.
 """
 
 import math
-import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -21,11 +18,11 @@ from ...explain.aftermath import Aftermath
 from ...explain.numbers import number
 from ...explain.text import capitalized, in_unit, listed, plural
 from ...health import HealthConfig
-from ..logs.formats import LOGLIKE
 from ..logs.names import is_norm
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
+from .checkpoints import checkpoints
 from .health import LOSSES, ranges
 from .signals import (
     EFFECTS,
@@ -95,7 +92,8 @@ class Diagnosis:
     def label(self) -> str:
         """The kind in words; empty where the norms are healthy."""
         until = ", until it was resumed" if self.is_left_behind and self.kind in UNRECOVERED else ""
-        return KINDS.get(self.kind, "") + until
+        is_worsts = self.worst is not None and self.worst.kind == self.kind
+        return (self.worst.label if is_worsts else KINDS.get(self.kind, "")) + until
 
     @property
     def is_unrecovered(self) -> bool:
@@ -241,8 +239,8 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
         made.explosions[0] = worst = replace(worst, kind="collapse")
     made.kind = worst.kind
     also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
-    is_lone = not worst.lost and worst.first == worst.peak.step
-    made.sentences += _loss_at(surviving(worst.segment), worst.first) if is_lone else []
+    is_short = worst.kind == "back" or len(worst.steps) == 1
+    made.sentences += _loss_at(worst) if is_short and not worst.lost else []
     made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]
     losses = run.metrics.logged(run.metrics.first(LOSSES)) if worst.lost else []
     after = [value for step, value in losses if step >= worst.lost[0]]
@@ -258,11 +256,12 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     made.sentences.append(f"{_on_tokens(run, worst.peak.step, 'GradLoc on' in advice)} {advice}")
 
 
-def _loss_at(metrics: Metrics, step: int) -> list[str]:
-    """Name a step's own loss, if it is far above the ones before it."""
-    name, logged = loss_of(metrics)
-    before = [value for at, value in logged if at < step and math.isfinite(value)][-_LEVEL:]
-    loss = dict(logged).get(step, 0.0)
+def _loss_at(worst: Explosion) -> list[str]:
+    """Name the highest loss of an explosion's own steps, if it is far above the ones before them."""
+    name, logged = loss_of(surviving(worst.segment))
+    before = [value for at, value in logged if at < worst.first and math.isfinite(value)][-_LEVEL:]
+    own = [(value, at) for at, value in logged if worst.first <= at <= worst.steps[-1].step]
+    loss, step = max(own, default=(0.0, 0))
     if len(before) < _LEVEL or not loss > 1.5 * max(before) > 0:
         return []
     return [f"{name} is {number(loss, 3)} at step {step}, and was {number(median(before), 3)} before it."]
@@ -593,9 +592,6 @@ def _deciding(metrics: Metrics) -> str:
 
 ON = "+gradloc=observe"
 """Switches GradLoc on in verl."""
-_CHECKPOINT = re.compile(r"(?:global_step_|checkpoint-)(\d{1,15})")
-_SLACK = 120.0
-"""Seconds by which a checkpoint may be newer than the log."""
 
 
 def turn_on(run: LoggedRun) -> str:
@@ -645,55 +641,3 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
         path = shlex.quote(where) if where else "CHECKPOINTS/global_step_N"
         return f"{sentence}:", f"trainer.resume_mode=resume_path trainer.resume_from_path={path} {ON}"
     return f"{sentence}{f', {where}' if where else ''}.", ""
-
-
-def checkpoints(run: LoggedRun) -> Iterator[tuple[int, Path]]:
-    """Yield the run's own checkpoints as (step, folder).
-
-    Empty ones and those newer than the log are left out; so are all where the log does not give its steps.
-    """
-    if run.folder is None or run.unit != "step":
-        return
-    logs = [run.folder / Path(segment.metrics.source).name for segment in run.segments]
-    ends = [log.stat().st_mtime for log in logs if log.is_file()]
-    seen = set()
-    for folder in _folders(run, run.folder):
-        with suppress(OSError):  # a name that is too long, somebody else's folder
-            for path in folder.glob("*") if folder.is_dir() else ():
-                named = _CHECKPOINT.fullmatch(path.name)
-                if named is None or path.resolve() in seen or not path.is_dir() or not any(path.iterdir()):
-                    continue
-                seen.add(path.resolve())
-                if not ends or path.stat().st_mtime <= max(ends) + _SLACK:
-                    yield int(named[1]), path
-
-
-def _folders(run: LoggedRun, own: Path) -> Iterator[Path]:
-    """Yield folders that may hold the run's checkpoints: those of its settings, else its log's if that log is alone."""
-    if _CHECKPOINT.fullmatch(own.name):  # a trainer_state.json in a checkpoint
-        yield own.parent
-        return
-    settings = {name: str(value) for name, value in run.config.items()}
-    project, experiment = settings.get("trainer.project_name", ""), settings.get("trainer.experiment_name", "")
-    named = settings.get("trainer.default_local_dir") or settings.get("output_dir") or ""
-    named = named.replace("${trainer.project_name}", project).replace("${trainer.experiment_name}", experiment)
-    if named:
-        yield own / named  # an absolute one stays as it is
-        yield Path(named)
-    if experiment:
-        yield own / experiment
-        yield own / "checkpoints" / project / experiment
-    is_own = own.name == experiment if experiment or named else not _has_other_logs(run, own)
-    if is_own:
-        yield own
-        yield own / "checkpoints"
-
-
-def _has_other_logs(run: LoggedRun, own: Path) -> bool:
-    """Return whether the folder holds logs besides the run's own."""
-    known = {Path(segment.metrics.source).name.partition(".")[0] for segment in run.segments}
-    others = (entry.name for entry in own.iterdir() if entry.is_file() and LOGLIKE.search(entry.name))
-    return any(
-        name.partition(".")[0] not in known and not (run.format == "TensorBoard" and ".tfevents." in name)
-        for name in others
-    )

@@ -174,6 +174,12 @@ class Explosion:
         return max(finite, key=lambda j: j.norm, default=self.steps[0])
 
     @property
+    def label(self) -> str:
+        """The kind in words."""
+        is_lost = self.kind == "back" and not math.isfinite(self.peak.norm)
+        return "NaN or infinity, and back" if is_lost else KINDS[self.kind]
+
+    @property
     def lost(self) -> tuple[int, ...]:
         return tuple(j.step for j in self.steps if not math.isfinite(j.norm))
 
