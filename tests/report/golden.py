@@ -26,7 +26,7 @@ from gradloc.report.cli import main
 from gradloc.report.pages.document import Block, EventDocument, Facts, Fold, Lines, Table
 from gradloc.report.pages.document import document as make_document
 from gradloc.report.runs.run import RunFolder, read_run
-from gradloc.report.runs.spikes import KINDS
+from gradloc.report.runs.spikes import KINDS, LOST_AND_BACK
 from tests.report.builder import make_metrics, make_sequence, write_run
 from tests.report.events import CASES, GOLDEN, event
 from tests.report.logs.made import EXPLOSIONS, FILES
@@ -179,7 +179,7 @@ def told_of_log(name: str, folder: Path) -> dict[str, str]:
     notes = body.partition('<aside class="notes"')[2].partition("</aside>")[0]
     chart = payload(body)["charts"]["run"]
     assert Html(body) and headline == first(r'<h1 class="headline">(.*?)</h1>', body)
-    assert labels == [label for label in KINDS.values() if f", {label}</title>" in body]
+    assert labels == [label for label in (*KINDS.values(), LOST_AND_BACK) if f", {label}</title>" in body]
     assert [label.lower() for label in labels] == [of.lower() for of in found(r'<p class="eyebrow">(.*?)</p>', body)]
     assert commands == found(r'data-copy="([^"]*)"', todo) and all(
         f'id="{place}"' in body for *_, place, _ in chart["marks"]

@@ -134,6 +134,8 @@ KINDS = {
     "loss": "a spike of the loss",
 }
 """Kinds of explosions with their titles."""
+LOST_AND_BACK = "NaN or infinity, and back"
+"""The title of a kind ``back`` without a finite norm."""
 UNRECOVERED = {"collapse", "level", "growth", "lost", "end", "zero", "vanish", "height", "fell"}
 """The kinds with which a run ends as it is not to be."""
 LEVEL = 3.0
@@ -177,7 +179,7 @@ class Explosion:
     def label(self) -> str:
         """The kind in words."""
         is_lost = self.kind == "back" and not math.isfinite(self.peak.norm)
-        return "NaN or infinity, and back" if is_lost else KINDS[self.kind]
+        return LOST_AND_BACK if is_lost else KINDS[self.kind]
 
     @property
     def lost(self) -> tuple[int, ...]:
