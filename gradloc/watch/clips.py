@@ -151,13 +151,13 @@ class ClipTap:
             if factor is not None:
                 space.scale(factor)
             return torch.tensor(norm)
-        norm = torch.tensor(space.norm()) if any(call.norm is None for call in self.calls) else None
+        l2_norm = torch.tensor(space.norm()) if any(call.norm is None for call in self.calls) else None
         self.is_off = True
         try:
             norms = [call.again() for call in self.calls]
         finally:
             self.is_off = False
-        return self._joined([*map(plain, norms)]) if norm is None else norm
+        return self._joined([*map(plain, norms)]) if l2_norm is None else l2_norm
 
     def own_factor(self, norm: float) -> float | None:
         """Return the factor of a loop's own clip; None where none was seen."""

@@ -11,11 +11,12 @@ from typing import Any
 from ...record.files import NAME, parse_json
 from ..errors import ReportError
 from .grammars import Json
-from .lines import literal, read_lines, texts_of
+from .lines import literal, read_lines
 from .names import as_step, is_norm, is_training_loss, number, step_name
 from .recording import Recording, gather
 from .source import Source
 from .tables import read_columns
+from .unwrap import texts_of
 
 
 def is_document(source: Source) -> bool:

@@ -6,20 +6,18 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 """
 
 import ast
-import functools
-import html
 import math
 import re
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...explain.text import plural
-from ...record.files import LITERAL, parse_json
+from ...record.files import LITERAL
 from ..errors import ReportError
 from .grammars import (
     DRAWN,
@@ -34,13 +32,14 @@ from .grammars import (
     Printed,
 )
 from .guessed import Guessed
-from .names import is_norm, is_training_loss, leaves, listed, may_lack_digits, number, step_of
-from .pairs import NUMBER, SYMBOL, as_float, pairs, wanted
+from .names import is_norm, is_training_loss, listed, may_lack_digits, number
+from .pairs import NUMBER, SYMBOL, pairs
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Row, Skip, flat
+from .skips import OF_SCALERS, OF_SKIPS, SkippedSteps, skip_in
 from .source import Source
+from .unwrap import plain, unwrapped, whole_lines
 
-_COLOUR, _COLOUR_WITHOUT_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]"), re.compile(r"\[\d{1,3}(?:;\d{1,3})*m")
 _PROCESS = re.compile(
     r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[(?:rank|default)[ :=]*(\d+)\]|\brank[=:] ?(\d+)\b|\[\d+,(\d+)\]<std",
     re.IGNORECASE,
@@ -50,35 +49,9 @@ _SPELLED = re.compile(  # the letter comes first, and as a set: only that is sca
     r"[gG](?i:(?<!max_g)(?<!clip_g)(?!\w*(?:clip|limit|thresh))(?:rad(?:ient)?[ _.]*norm|norm)"
     rf"[\w/.]*['\"]?\s*[:=]\s*['\"]?(?:[\w.]+\()?{NUMBER})"
 )
-_SKIPPED = re.compile(
-    r"(overflow(?:!| detected| occurs|\. +skip))"
-    r"|skipping (?:the |this )?(?:optimi[sz]er |gradient |weight )?(?:step|updat(?:e|ing))\b"
-    r"|do not update (?:the )?model|grad(?:ient)?[_ ]norm is not finite|bad grad(?:ient)?[_ ]norm"
-    r"|(reducing dynamic loss scale)",
-    re.IGNORECASE,
-)
-_SCALE = re.compile(
-    rf"scale\D{{0,3}}(?: to| from)?:? *({NUMBER}),?(?: reducing)? to ({NUMBER})|scale to:? *({NUMBER})", re.IGNORECASE
-)
-_NAN_LOSS = re.compile(
-    r"diverged with loss|\bloss became (?:infinite|nan)|\bnan loss (?:encountered|during|detected|with)"
-    r"|(?:received|got|found|detected)(?: an?)? nan loss|\bloss is \S+ stop"
-    r"|loss = \S+ is not finite|unexpected result (?:nan|inf)",
-    re.IGNORECASE,
-)
 _DECIMAL_COMMA = re.compile(r"[=:]\s*-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,}))(?![\d,.])")
 _DECIMAL_POINT = re.compile(r"[=:]\s*-?\d+\.\d")
 _COMMA = re.compile(r"(?<=[=:\s]\d),(?=\d)|(?<=\d\d),(?=\d)")
-_AT_MINIMUM = re.compile(
-    r"loss scale already at minimum|minimum loss scale reached|grad[_ ]scale is too small", re.IGNORECASE
-)
-_OVERFLOWED_AT = re.compile(r"overflow on iteration:? (\d{1,12})\b", re.IGNORECASE)
-_COUNTED = re.compile(r"\bstep=(\d{1,12}), skipped=(\d{1,12})\b")
-_LOST = re.compile(r"norm(?: is |=)(?:nan|inf|not finite)", re.IGNORECASE)
-_OF_SKIPS = (
-    *("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "became"),
-    *("topping", "result", "skipped=", "cale is", "ad grad"),
-)
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
     r"|saved checkpoint from iteration +(?P<iteration>\d{1,15}) to (?P<folder>[\w./~-]+)",
@@ -99,164 +72,243 @@ _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
 """The shapes of lines that no grammar wanted, all but digits: how many are known, and of how many characters."""
 _LONGEST_LINE = 200_000
 """Characters of a line beyond which it is read as JSON or not at all."""
-_MOST_SKIPS = 10_000
-"""Lines of skipped steps that are kept."""
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
 
 
 def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
-    console, json_lines, printed, labelled = Console(), Json(), Printed(), Labelled()
-    columns, headed, guessed, exposed = ConsoleTable(), Headed(), Guessed(), Exposed()
-    grammars = [console, json_lines, exposed, printed, labelled, columns, headed, guessed]
-    config, skipped = _Config(), _Skipped(grammars)
-    last, taken, process = "", None, ""
-    num_bad = num_seen = num_commas = 0
-    saved, shapes, is_sifting = dict[int, str](), set[bytes](), True
-    lines = source.lines() if text is None else text.split("\n")
-    for line in _joined(_redrawn(unwrapped(filter(None, lines)))):
-        if not config.is_open and console.take_alike(line):
-            last, taken = line, console
-            num_seen += line.count("grad_norm")
-            continue
+    reader = _Reader()
+    reader.read(whole_lines(source.lines() if text is None else text.split("\n")))
+    best = reader.best(source.name)
+    skips = reader.skipped.found_in(best)
+    if not any(best.rows.values()):
+        if all(skip.is_nan_loss for skip in skips):
+            reader.refuse_unplaced(source.name)
+            return []
+        skips = reader.make_rows_of_skips(best, skips)
+    notes = [*_notes(source, reader, best), *(note for note in [reader.counted] if note and best is reader.labelled)]
+    if text is None and not source.ends_whole and best is reader.taken:
+        notes += [] if isinstance(best, Json | Printed | Headed) else _drop_cut_value(best, plain(reader.last))
+    made = _by_process(source.name, best, reader)
+    if num_alike := len(best.rows) - len(made):
+        others = "1 other process" if num_alike == 1 else f"{num_alike} other processes"
+        notes.append(f"{others} in {source.name} printed the same {'gradient norms' if reader.norms else 'losses'}.")
+    made[0].notes, made[0].skips = notes, skips
+    return made
+
+
+class _Reader:
+    """Reads a text line by line: each line goes to the first grammar that takes it, the surest first."""
+
+    def __init__(self) -> None:
+        self.console, self.json, self.printed, self.labelled = Console(), Json(), Printed(), Labelled()
+        self.columns, self.headed, self.guessed, self.exposed = ConsoleTable(), Headed(), Guessed(), Exposed()
+        self.grammars: list[Grammar] = [self.console, self.json, self.exposed, self.printed, self.labelled]
+        self.grammars += [self.columns, self.headed, self.guessed]
+        self.config, self.skipped = _Config(), SkippedSteps(self.grammars)
+        self.last = ""
+        """The last line that is not empty."""
+        self.taken: Grammar | None = None
+        """The grammar that took it."""
+        self.saved: dict[int, str] = {}
+        """The checkpoints that were written, by their steps."""
+        self.num_seen = 0
+        """Gradient norms that the lines spell."""
+        self.num_bad = 0
+        """Lines of JSON that cannot be read."""
+        self.counted = ""
+        """A sentence on steps that were counted through the epochs."""
+        self._process = ""
+        self._num_commas = 0
+        """Lines with decimal commas."""
+        self._shapes: set[bytes] = set()
+        """Lines that no grammar wanted, all but digits."""
+        self._is_sifting = True
+        """Whether lines of these shapes are passed over."""
+
+    @property
+    def rows(self) -> Iterator[dict[str, float]]:
+        """Yield the values of every row that any grammar has read."""
+        return (values for grammar in self.grammars for rows in grammar.rows.values() for _, values in rows)
+
+    @cached_property
+    def norms(self) -> set[str]:
+        """The names of norms, once everything is read."""
+        return set(filter(is_norm, set().union(*self.rows)))
+
+    def read(self, lines: Iterable[str]) -> None:
+        """Read all lines."""
+        console, config = self.console, self.config
+        for line in lines:
+            if not config.is_open and console.take_alike(line):
+                self.last, self.taken = line, console
+                self.num_seen += line.count("grad_norm")
+            else:
+                self._take(line)
+        self.exposed.close()
+        self.printed.resolve()
+        self.json.resolve()
+
+    def _take(self, line: str) -> None:
         shape = line[:_LONGEST_SHAPE].encode(errors="replace").translate(_DIGITS)
-        if is_sifting and shape in shapes:  # most lines of a long log
-            taken = None
-            continue
-        if line == last and taken is None and is_sifting and "OVERFLOW" in line and "orm" not in line:
-            skipped.take(line, None, process)  # a scaler's line, again and again
-            continue
+        if self._is_sifting and shape in self._shapes:  # most lines of a long log
+            self.taken = None
+            return
+        is_again = line == self.last and self.taken is None and self._is_sifting
+        if is_again and "OVERFLOW" in line and "orm" not in line:
+            self.skipped.take(line, None, self._process)  # a scaler's line, again and again
+            return
         if line:
-            last, taken = line, None
+            self.last, self.taken = line, None
         if len(line) > _LONGEST_LINE:
-            taken = json_lines if line[:1] in "{[" and json_lines.take(line, "") else None
-            num_bad += taken is None and line.startswith('{"')
-            continue
-        if config.is_open or "{'" in line:
-            config.take(_plain(line))
+            self.taken = self.json if line[:1] in "{[" and self.json.take(line, "") else None
+            self.num_bad += self.taken is None and line.startswith('{"')
+            return
+        is_plain = not self._note(line)
+        if self._is_wanted(line):
+            self._give(self._cleaned(line))
+        elif any(word in line for word in OF_SCALERS):
+            self.skipped.take(line, None)
+        elif is_plain and 0 < len(line) < _LONGEST_SHAPE and len(self._shapes) < _MOST_SHAPES:
+            self._shapes.add(shape)
+
+    def _note(self, line: str) -> bool:
+        """Note settings, a checkpoint or a bar's count, and return whether a line may say one of the last two."""
+        if self.config.is_open or "{'" in line:
+            self.config.take(plain(line))
         found = _SAVED.search(line) if "heckpoint" in line or "step_folder" in line else None
         if found is not None:
-            saved[int(found["step"] or found["iteration"])] = found["path"] or found["folder"]
+            self.saved[int(found["step"] or found["iteration"])] = found["path"] or found["folder"]
         if "<" in line and (drawn := DRAWN.search(line)):
-            printed.draw(int(drawn[1]), int(drawn[2]))
-        is_below = columns.names or exposed.is_open or headed.is_by_step and (line[:1].isspace() or ":" in line)
-        if not (is_below or _WORDS.search(line) or "- " in line and _WRAPPED.search(line)):
-            if "verflow" in line or "OVERFLOW" in line or "inimum" in line or "cale is" in line:
-                skipped.take(line, None)
-            elif "<" not in line and found is None and 0 < len(line) < _LONGEST_SHAPE and len(shapes) < _MOST_SHAPES:
-                shapes.add(shape)
-            continue
+            self.printed.draw(int(drawn[1]), int(drawn[2]))
+        return "<" in line or found is not None
+
+    def _is_wanted(self, line: str) -> bool:
+        is_below_head = self.headed.is_by_step and (line[:1].isspace() or ":" in line)
+        is_below = self.columns.names or self.exposed.is_open or is_below_head
+        return bool(is_below or _WORDS.search(line) or "- " in line and _WRAPPED.search(line))
+
+    def _cleaned(self, line: str) -> str:
+        """Return a line without colours, with its signs, quotation marks and decimals as grammars know them."""
         if "\x1b" in line or "[0m" in line:
-            line = _plain(line)
+            line = plain(line)
         if "{‘" in line:  # as word processors and forums write it
             line = line.translate(_QUOTES)
         if "|g" in line or "∇" in line or "‖" in line:
             line = SYMBOL.sub("grad_norm", line)
         if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
-            num_commas += 1
-            line = _COMMA.sub(".", line)
-        elif num_commas > 2 and not _DECIMAL_POINT.search(line):  # as 903,000 among 0,481
-            line = _COMMA.sub(".", line)
-        num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
-        line, process = _stripped(line)
-        verdict = _skip_in(line) if "orm" in line and any(word in line for word in _OF_SKIPS) else None
+            self._num_commas += 1
+            return _COMMA.sub(".", line)
+        is_among_others = self._num_commas > 2 and not _DECIMAL_POINT.search(line)  # as 903,000 among 0,481
+        return _COMMA.sub(".", line) if is_among_others else line
+
+    def _give(self, line: str) -> None:
+        """Give a line to the grammars, and to what counts skipped steps."""
+        self.num_seen += sum(len(_SPELLED.findall(part)) for part in line.split(" - ") if "orm" in part)
+        line, self._process = _stripped(line)
+        says_skip = any(word in line for word in OF_SKIPS)
+        verdict = skip_in(line) if "orm" in line and says_skip else None
         is_verdict = verdict is not None and (verdict.is_lost or "ad grad" in line)  # Bad grad_norm (grad_norm=nan)
-        taken = None if is_verdict else next((grammar for grammar in grammars if grammar.take(line, process)), None)
-        if taken is console and "step:" in line:
-            console.heads[last.partition("step:")[0]] = process
-        num_bad += taken is None and line.startswith('{"')
-        if taken is None and "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
-            skipped.step = int(head[1])
-        if taken is None and "tep" in line[:_LONGEST_SHAPE] and (head := HEADED_BY_STEP.search(line)):
-            printed.draw(int(head[1]) if head[1].isdecimal() else 0, 0)
-        if taken is not console and any(word in line for word in _OF_SKIPS):
-            skipped.take(line, taken, process)
-        is_sifting = not (config.is_open or exposed.is_open or headed.is_by_step or columns.names)
-    exposed.close()
-    printed.resolve()
-    json_lines.resolve()
-    is_out_of_order, counted = labelled.goes_back, labelled.count_through_epochs()
-    best = max(grammars, key=_amount)
-    if 4 * _amount(best)[1] < guessed.num_kept and not best.num_norms or 2 * best.num_norms < num_seen > 8:
-        guessed.resolve()
-        best = max(grammars, key=_amount)
-    if best is labelled and is_out_of_order:
-        raise ReportError(
-            f"{source.name} gives epoch and batch, not the step, and batches go back within an epoch, so steps cannot "
-            "be counted. Log the step, or read one epoch by --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
-        )
-    if best is headed and best.is_mixed:  # such headlines may be none
-        guessed.resolve()
-        is_surer = guessed.rows and guessed.num_norms >= best.num_norms and guessed.unit != "row"
-        best = guessed if is_surer else best
-    if best.is_mixed:
-        raise ReportError(
-            f"{source.name} has its steps in headlines, with the values below. Headlines are missing or out of order, "
-            "so values would get a wrong step: name the file that one process wrote."
-        )
-    if not any(best.rows.values()):
-        guessed.resolve_unfinite()
-        best = guessed if guessed.rows else best
-    every_row = [values for grammar in grammars for rows in grammar.rows.values() for _, values in rows]
-    norms = set(filter(is_norm, set().union(*every_row)))
-    num_read = sum(name in values for values in every_row for name in norms) + sum(
-        grammar.num_drawn for grammar in grammars
-    )
-    if num_read < num_seen / 2 and num_seen > 8:
-        raise ReportError(
-            f"{source.name} prints {num_seen:,} gradient norms, and only {num_read:,} can be read: the form of their "
-            "lines is not known. Say where the norm is: --pattern 'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
-        )
-    skips = skipped.found_in(best)
-    counts = dict(skipped.counts) if best.unit == "step" else {}
-    for step, values in chain.from_iterable(best.rows.values()):
-        if step in counts:
-            values[SKIPPED] = float(counts[step])
-    if not any(best.rows.values()):
-        if all(skip.is_nan_loss for skip in skips):
-            if names := guessed.names + exposed.unplaced:
-                verb = "is" if len(guessed.lost) == 1 else "are"
-                lost = f", of which {listed(guessed.lost, 3)} {verb} not finite" if guessed.lost else ""
-                raise ReportError(
-                    f"{source.name} has values ({listed(names, 3)}){lost}, and no line says of which step: paste the "
-                    "headline of the step, too, or name a log with several steps."
-                )
-            return []
+        takers = (grammar for grammar in self.grammars if grammar.take(line, self._process))
+        self.taken = taken = None if is_verdict else next(takers, None)
+        if taken is self.console and "step:" in line:
+            self.console.heads[self.last.partition("step:")[0]] = self._process
+        elif taken is None:
+            self.num_bad += line.startswith('{"')
+            if "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
+                self.skipped.step = int(head[1])
+            if "tep" in line[:_LONGEST_SHAPE] and (head := HEADED_BY_STEP.search(line)):
+                self.printed.draw(int(head[1]) if head[1].isdecimal() else 0, 0)
+        if taken is not self.console and says_skip:
+            self.skipped.take(line, taken, self._process)
+        is_open = self.config.is_open or self.exposed.is_open or self.headed.is_by_step
+        self._is_sifting = not (is_open or self.columns.names)
+
+    def best(self, name: str) -> Grammar:
+        """Return the grammar that has read the most; raise ReportError where its rows would get wrong steps."""
+        is_out_of_order, self.counted = self.labelled.goes_back, self.labelled.count_through_epochs()
+        best, guessed = max(self.grammars, key=_amount), self.guessed
+        is_little = 4 * _amount(best)[1] < guessed.num_kept and not best.num_norms
+        if is_little or 2 * best.num_norms < self.num_seen > 8:
+            guessed.resolve()
+            best = max(self.grammars, key=_amount)
+        if best is self.labelled and is_out_of_order:
+            raise ReportError(
+                f"{name} gives epoch and batch, not the step, and batches go back within an epoch, so steps cannot be "
+                "counted. Log the step, or read one epoch by --pattern 'Batch (?P<step>\\d+).*norm=(?P<value>\\S+)'."
+            )
+        if best is self.headed and best.is_mixed:  # such headlines may be none
+            guessed.resolve()
+            is_surer = guessed.rows and guessed.num_norms >= best.num_norms and guessed.unit != "row"
+            best = guessed if is_surer else best
+        if best.is_mixed:
+            raise ReportError(
+                f"{name} has its steps in headlines, with the values below. Headlines are missing or out of order, so "
+                "values would get a wrong step: name the file that one process wrote."
+            )
+        if not any(best.rows.values()):
+            guessed.resolve_unfinite()
+            best = guessed if guessed.rows else best
+        if self.num_read < self.num_seen / 2 and self.num_seen > 8:
+            raise ReportError(
+                f"{name} prints {self.num_seen:,} gradient norms, and only {self.num_read:,} can be read: the form of "
+                "their lines is not known. Say where the norm is: --pattern "
+                "'step=(?P<step>\\d+).*grad_norm=(?P<value>\\S+)'."
+            )
+        counts = dict(self.skipped.counts) if best.unit == "step" else {}
+        for step, values in chain.from_iterable(best.rows.values()):
+            if step in counts:
+                values[SKIPPED] = float(counts[step])
+        return best
+
+    @cached_property
+    def num_read(self) -> int:
+        """Gradient norms that grammars have read, once everything is read."""
+        num_drawn = sum(grammar.num_drawn for grammar in self.grammars)
+        return sum(name in values for values in self.rows for name in self.norms) + num_drawn
+
+    def refuse_unplaced(self, name: str) -> None:
+        """Raise ReportError where lines hold values, and none says of which step."""
+        lost = self.guessed.lost
+        if names := self.guessed.names + self.exposed.unplaced:
+            are_lost = f", of which {listed(lost, 3)} {'is' if len(lost) == 1 else 'are'} not finite" if lost else ""
+            raise ReportError(
+                f"{name} has values ({listed(names, 3)}){are_lost}, and no line says of which step: paste the headline "
+                "of the step, too, or name a log with several steps."
+            )
+
+    def make_rows_of_skips(self, best: Grammar, skips: Sequence[Skip]) -> list[Skip]:
+        """Make rows of skipped steps, which are all that a text says, and return these with the rows' steps."""
+        counts, is_placed = self.skipped.counts, all(skip.step is not None for skip in skips)
         best.title = "fp16's overflow lines" if any(skip.is_overflow for skip in skips) else "lines of skipped steps"
-        best.unit = "step" if skipped.counts or all(skip.step is not None for skip in skips) else "row"
+        best.unit = "step" if counts or is_placed else "row"
         skips = [replace(skip, step=skip.step if best.unit == "step" else None, row=None) for skip in skips]
-        for step, count in skipped.counts:
+        for step, count in counts:
             best.add("", step, {SKIPPED: float(count)})
-        for count, skip in enumerate(skips if not skipped.counts else (), 1):
+        for count, skip in enumerate(skips if not counts else (), 1):
             values = {"loss scale": skip.scale} if skip.scale is not None else {"skipped": 1.0}
-            best.add("", count if best.unit == "row" else skip.step, values)
-    notes = _notes(source, grammars, best, num_bad) + [counted] * (best is labelled and bool(counted))
-    is_cut = text is None and not source.ends_whole
-    if best is taken and not isinstance(best, Json | Printed | Headed) and is_cut:
-        notes += _drop_cut_value(best, _plain(last))
+            best.add("", count if best.unit == "row" or skip.step is None else skip.step, values)
+        return skips
+
+
+def _by_process(name: str, best: Grammar, reader: _Reader) -> list[Recording]:
+    """Return a recording for each process whose rows no other one printed."""
     if len(best.rows) > 1 and all(len(rows) == 1 and str(rows[0][0]) == of for of, rows in best.rows.items()):
         best.rows = {"": [row for rows in best.rows.values() for row in rows]}  # 47: 0.25 is no process' line
-    made, printed_by = list[Recording](), dict[str, set[tuple]]()
-    judged = norms or set(filter(is_training_loss, set().union(*every_row)))
-    apart = _processes_apart(best.rows)
+    receipt, count = "", max(min(reader.num_read, reader.num_seen), best.num_norms)
+    if reader.num_seen:
+        receipt = f"{count:,} of {max(count, reader.num_seen):,} gradient norms read"
+    judged = reader.norms or set(filter(is_training_loss, set().union(*reader.rows)))
+    made, printed_by, apart = list[Recording](), list[set[tuple]](), _processes_apart(best.rows)
     for process, rows in sorted(best.rows.items(), key=lambda entry: -len(entry[1])):
         printed = {(step, name, repr(values[name])) for step, values in rows for name in judged if name in values}
-        if not printed or not any(printed <= other for other in printed_by.values()):
-            printed_by[process] = printed
-            run = f"process {process}" if process in apart else ""
-            made.append(Recording(source.name, best.title, run, process, rows, config.settings))
-            made[-1].verdicts = json_lines.verdicts
-    if num_alike := len(best.rows) - len(made):
-        others = "1 other process" if num_alike == 1 else f"{num_alike} other processes"
-        notes.append(f"{others} in {source.name} printed the same {'gradient norms' if norms else 'losses'}.")
-    made[0].notes, made[0].skips = notes, skips
-    for recording in made:
-        recording.saved = saved
-        recording.unit = best.unit
-        if num_seen:
-            count = max(min(num_read, num_seen), best.num_norms)
-            recording.receipt = f"{count:,} of {max(count, num_seen):,} gradient norms read"
+        if printed and any(printed <= other for other in printed_by):
+            continue
+        printed_by.append(printed)
+        run = f"process {process}" if process in apart else ""
+        made.append(Recording(name, best.title, run, process, rows, reader.config.settings, unit=best.unit))
+        made[-1].verdicts, made[-1].saved, made[-1].receipt = reader.json.verdicts, reader.saved, receipt
     return made
 
 
@@ -271,183 +323,6 @@ def _amount(grammar: Grammar) -> tuple[int, int, bool]:
     return grammar.num_norms, sum(map(len, grammar.rows.values())), grammar.unit != "row"
 
 
-_DICT_BEGINS = re.compile(r"\{'[\w/ .-]+': [^{}]*,\s*$")
-_JSON_BEGINS = re.compile(r"^[^{]*[^{\s][^{]*\{\"[^{}]{60,}$")
-"""JSON behind something else, in a line that a terminal has wrapped."""
-_BARS = re.compile(
-    r"\^M|(?<=\w)(?=\| epoch \d)|\s*(?=Epoch \d{1,9}:?[^|%]{0,20}\d{1,3}%\|)"
-    r"|(?<=\])\s*(?=\d{1,3}%\||(?:INFO|WARNING|ERROR):)"
-    r"|[^\s,]*(?=Metric \w+ improved|Epoch \d+, global step \d)"
-)
-"""Before each of several progress bars on a line; a carriage return, as a pager shows it; what Lightning prints behind
-a bar that the terminal has cut, with the bar's last word."""
-_SEVERAL = ("^M", " global step ", "Metric ", "]INFO:", "]WARNING:", "]ERROR:")
-_HEAD = re.compile(r"[A-Za-z][a-z_ ]{2,20}[:=] ?(?=\d)")
-"""A name at the beginning of a line, and where its number begins."""
-_ROW_BEGINS = re.compile(r"\W*iteration\s+\d{1,12}\s*/\s*\d+ \|(?!.*(?:loss|norm)).*\|\s*$")
-_OF_ROW = re.compile(r"\s*[a-z][a-z ()-]{2,40}: +\S+ *(?:\||$)")
-_BEHIND_BAR = re.compile(r"(?<=\d)(?=Epoch \d+, global step \d|20\d\d-\d\d-\d\d \d\d:\d\d)")
-"""Before what is printed right behind the last value of a bar that is whole."""
-
-
-_BELOW_BAR = re.compile(r" {20,}\x1b\[3m")
-"""The beginning of what rich has wrapped below a bar: blanks, and italics."""
-
-
-def _redrawn(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines; a bar that rich has drawn on a terminal with the values that are wrapped below it."""
-    bar = ""
-    for line in lines:
-        if bar and _BELOW_BAR.match(line):
-            bar += f" {_plain(line).strip()}"
-            continue
-        if bar:
-            yield bar
-        bar = _plain(line).rstrip() if "\x1b[2K" in line and "━" in line else ""
-        if not bar:
-            yield line
-    yield from filter(None, [bar])
-
-
-def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, those of a dict that is printed over several put together, and bars on one line apart."""
-    parts: list[str] = []
-    closes = ""  # the end of what a terminal has wrapped, || of a row that somebody has broken at its bars
-    for line in lines:
-        if closes and ("{" in line or "consumed samples" in line or len(parts) > (20 if closes == "||" else 4)):
-            yield from parts
-            parts, closes = [], ""
-        if closes == "||" and not _OF_ROW.match(line):
-            yield " ".join(parts)
-            parts, closes = [], ""
-        if closes:
-            parts.append(line.strip() if closes == "||" else line)
-            if closes != "||" and ("}" in line if closes == "}" else line.rstrip().endswith("|")):
-                yield "".join(parts)
-                parts, closes = [], ""
-        elif parts and line[:1].isalpha():  # of another process
-            yield line
-        elif parts:
-            parts = [] if line.rstrip().endswith("[") else [*parts, line.strip()]  # the dicts that it holds come next
-            if "}" in line or len(parts) > 200:
-                yield " ".join(parts)
-                parts = []
-        elif "%|" in line and (
-            line.count("%|") > 1 or line.count("| epoch ") > 1 or any(map(line.__contains__, _SEVERAL))
-        ):
-            yield from filter(None, _BARS.split(line))
-        elif len(line) > 2000 and (head := _HEAD.match(line)) and line.count(head[0]) > 5:  # written without line ends
-            yield from filter(None, re.split(f"(?={re.escape(head[0])})", line))
-        elif "━" in line and _BEHIND_BAR.search(line):
-            yield from _BEHIND_BAR.split(line)
-        elif _ROW_BEGINS.match(line):
-            parts, closes = [line.strip()], "||"
-        elif "consumed samples" in line and "iteration" in line and not line.rstrip().endswith("|"):
-            parts, closes = [line], "|"
-        elif "{" not in line:
-            yield line
-        elif "{'" in line and line[0] != "(" and _DICT_BEGINS.search(line) or line.strip() == "{":
-            parts = [line.rstrip()]
-        elif '{"' in line and _JSON_BEGINS.search(line):
-            parts, closes = [line], "}"
-        else:
-            yield line
-    yield from [" ".join(parts)] if closes == "||" else parts
-
-
-class _Skipped:
-    """The lines in which a trainer says that it skipped an optimizer step, as fp16's loss scalers do."""
-
-    def __init__(self, grammars: list[Grammar]) -> None:
-        self.step: int | None = None
-        """The last message on a line without values."""
-        self._last: dict[bool, Skip] = {}
-        """The last message of the scaler itself, which DeepSpeed prints next to another, and the last other one."""
-        self._said: int | None = None
-        """The iteration that DeepSpeed says has overflowed."""
-        self.counts: list[tuple[int, int]] = []
-        """Steps, and how many of them were skipped, as DeepSpeed counts them."""
-        self._grammars = grammars
-        self._found: list[tuple[Skip, list[tuple[str, int] | None], bool]] = []
-        """Skips, with the rows before them by each grammar, and whether the scaler itself says it."""
-        self._grows = False
-        """Whether a scale was seen to rise to a new one: then it may fall to one that it has been at."""
-        self._seen: dict[tuple, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        """How often each process printed a message, by the message and the rows before it."""
-
-    def take(self, line: str, taken: Grammar | None, process: str = "") -> None:
-        """Takes a line; ``taken`` is the grammar that has read a step from it."""
-        if said := _OVERFLOWED_AT.search(line):
-            self._said = int(said[1])
-        skip = _skip_in(line)
-        if (counts := _COUNTED.search(line)) and len(self.counts) < _MOST_SKIPS:
-            self.counts.append((int(counts[1]), int(counts[2])))
-        if skip is None or skip.is_nan_loss and taken or len(self._found) > _MOST_SKIPS or line.startswith("# "):
-            return
-        is_scalers = "educing dynamic" in line
-        last = self._last.get(is_scalers)
-        step = self._said or (self.step if taken or skip.step is None else skip.step)
-        is_same = last and (last.before, last.scale) == (skip.before, skip.scale) and self._said in (None, last.step)
-        if is_same and skip.before and skip.scale < skip.before:
-            return  # the same one, of another rank: a scale falls but once from where it is
-        skip = replace(skip, step=step, is_after=taken is None and self.step is None and not self._said)
-        places = [grammar.last for grammar in self._grammars]
-        # of one overflow, each rank has its line: the bar may have gone on between them
-        has_scale = skip.scale is not None
-        alike = replace(skip, step=None) if has_scale and process and not self._said else skip
-        times = self._seen[(is_scalers, alike, *places)]
-        times[process] += 1
-        is_new = times[process] > max((count for other, count in times.items() if other != process), default=0)
-        if last and has_scale and last.scale is not None and skip.scale > last.scale:
-            self._grows |= all(skip.scale != known.scale for known, *_ in self._found)
-        is_again = times[process] > 1 and (has_scale or skip.is_end)  # without growth, a scale falls each time
-        if is_new and (not is_again or self._grows and last is not None and skip.scale != last.scale):
-            self._found.append((skip, places, is_scalers))
-            self._last[is_scalers] = skip
-
-    def found_in(self, best: Grammar) -> list[Skip]:
-        """Return the skipped steps, each with the step of the log's own rows that it came after, or came with."""
-        at = self._grammars.index(best)
-        said = Counter((skip.before, skip.scale, is_scalers) for skip, _, is_scalers in self._found if skip.scale)
-        skips = []
-        for skip, places, is_scalers in self._found:
-            own, others = (said[skip.before, skip.scale, is_its] for is_its in (is_scalers, not is_scalers))
-            if others and own < others + is_scalers:
-                continue  # the scaler's message next to another one, or the other next to more of the scaler's
-            place = places[at]
-            row = place[1] if place else -1 if best.has_places else None
-            is_own = skip.step is not None and best.unit != "row"
-            skips.append(replace(skip, step=skip.step if is_own else best.step_at(place), row=row))
-        (rows,) = best.rows.values() if len(best.rows) == 1 else [[]]
-        if len(skips) > 1 and [skip.row for skip in skips] == [*range(-1, len(rows) - 1)]:  # one before each row
-            skips = [replace(skip, step=step, is_after=False) for skip, (step, _) in zip(skips, rows, strict=True)]
-        return skips
-
-
-@functools.lru_cache(maxsize=64)
-def _skip_in(line: str) -> Skip | None:
-    """Return what a line says of a skipped step, with the step of a progress bar on it; None where it says nothing."""
-    is_end, skipped, is_nan = (form.search(line) for form in (_AT_MINIMUM, _SKIPPED, _NAN_LOSS))
-    if not (is_end or skipped or is_nan):
-        return None
-    drawn, scale = DRAWN.search(line), _SCALE.search(line)
-    return Skip(
-        step=int(drawn[1]) if drawn else None,
-        is_after=True,
-        is_overflow=bool(is_end or skipped and (skipped[1] or skipped[2])),
-        before=as_float(scale[1]) if scale and scale[1] else None,
-        scale=as_float(scale[2] or scale[3]) if scale else None,
-        is_lost=_LOST.search(line) is not None,
-        is_end=is_end is not None,
-        is_nan_loss=is_nan is not None and skipped is None,
-    )
-
-
-def _plain(line: str) -> str:
-    """Return a line without the sequences that colour a terminal."""
-    return _COLOUR_WITHOUT_ESCAPE.sub("", _COLOUR.sub("", line))
-
-
 def _stripped(line: str) -> tuple[str, str]:
     """Return a line without Ray's mark of repetition, and the process that printed it."""
     if "[repeated " in line:
@@ -456,11 +331,11 @@ def _stripped(line: str) -> tuple[str, str]:
     return line, next(filter(None, process.groups()), "") if process else ""
 
 
-def _notes(source: Source, grammars: list[Grammar], best: Grammar, num_bad: int) -> list[str]:
-    notes = list(source.notes)
+def _notes(source: Source, reader: _Reader, best: Grammar) -> list[str]:
+    notes, num_bad = list(source.notes), reader.num_bad
     if best.unit == "row":
         notes.append(f"The lines of {source.name} do not give their step: row 1 is the first that was read.")
-    for other in grammars:
+    for other in reader.grammars:
         if other is not best and other.num_norms:
             notes.append(
                 f"{source.name} also has {plural(other.num_norms, 'row')} with a gradient norm in another form "
@@ -548,86 +423,8 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
     return made
 
 
-# ---- out of the JSON that Docker, journald and the log stores of clouds put around each line
-
-TEXTS = ("log", "MESSAGE", "message", "@message", "textPayload", "line", "msg", "body")
-"""The fields that hold a line."""
-_TIMES = ("timestamp", "@timestamp", "time", "ts", "__REALTIME_TIMESTAMP", "__CURSOR")
-_WRAPS = re.compile(rf'"(?:{"|".join(TEXTS)})"\s*:\s*["\[]')
-_TAG = re.compile(r"^\s*<\w+>|</\w+>\s*$")
 _CALL = re.compile(r"\b(?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*\(([-+.\deE]+|nan|inf)[^()]*\)")  # np.float64(0.3), tensor(0.3)
 _BARE = re.compile(r"(?<![\w.'\"])-?(?:nan|inf)(?![\w'\"])")
-
-
-_NUMBER = re.compile(r"(\d+)[:-](?=\D)")
-_SAYS_STEP = re.compile(r"step|iter|epoch", re.IGNORECASE)
-_QUOTED = re.compile(r"^(?:>\s?)+|^\s{4,}(?=\d)")
-_FIRST = 50
-"""Lines by which a numbered file is known."""
-
-
-def _unnumbered(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines without the numbers that ``grep -n`` puts before them, which are no steps and no ranks."""
-    lines = iter(lines)
-    first = list(islice(lines, _FIRST))
-    found = [*map(_NUMBER.match, first)]
-    numbers = [int(each[1]) for each in found if each is not None]
-    is_numbered = len(numbers) == len(first) > 2 and all(before < after for before, after in pairwise(numbers))
-    if is_numbered and any(_SAYS_STEP.search(line) for line in first):
-        yield from (_NUMBER.sub("", line, count=1) for line in chain(first, lines))
-    else:
-        yield from chain(first, lines)
-
-
-def unwrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines without what is around each: a JSON object, a quotation's sign, or its number in a file."""
-    for line in _unnumbered(lines):
-        if line[:1] in " >":
-            line = _QUOTED.sub("", line)
-        if "&quot;" in line:
-            line = _TAG.sub("", html.unescape(line))
-        if line[:1] == "{" and _WRAPS.search(line):
-            try:
-                entry = parse_json(line)
-                inner = [] if step_of(flat := leaves(entry)) is not None and wanted(flat) else texts_of(entry)
-            except ValueError:
-                inner = []
-            if inner:
-                yield from inner
-                continue
-        yield line
-
-
-def texts_of(document: Any) -> list[str]:
-    """Return the lines in an export of a log store, oldest first where times are known; empty for another file."""
-    found = list(_walk(document, None))
-    if all(isinstance(time, str) and time.isdigit() for time, _ in found):
-        found = [(int(time), text) for time, text in found]
-    times = [time for time, _ in found]
-    if all(isinstance(time, str) for time in times) or all(isinstance(time, int | float) for time in times):
-        found.sort(key=lambda entry: entry[0])
-    return [part for _, text in found for part in text.rstrip("\n").split("\n")]
-
-
-def _walk(entry: Any, time: Any) -> Iterator[tuple[Any, str]]:
-    """Yield each line and its time."""
-    if isinstance(entry, list):
-        if len(entry) == 2 and isinstance(entry[1], str) and str(entry[0]).isdigit():  # Loki's pairs
-            yield entry[0], entry[1]
-            return
-        for part in entry:
-            yield from _walk(part, time)
-    elif isinstance(entry, dict):
-        time = next((entry[name] for name in _TIMES if name in entry), time)
-        text = next((entry[name] for name in TEXTS if isinstance(entry.get(name), str | list)), None)
-        if isinstance(text, list) and text and all(isinstance(byte, int) and 0 <= byte < 256 for byte in text):
-            text = bytes(text).decode("utf-8", errors="replace")  # journald's, of what is no plain text
-        if isinstance(text, str):
-            yield time, text
-            return
-        for part in entry.values():
-            if isinstance(part, dict | list):
-                yield from _walk(part, time)
 
 
 def literal(text: str) -> Any:

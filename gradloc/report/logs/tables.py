@@ -17,7 +17,7 @@ from ...explain.text import plural
 from ...record.files import COLUMNS, DOCUMENT, TAGS, VALUES, columns_of_parquet
 from ..errors import ReportError
 from .grammars import HEADED_BY_STEP
-from .lines import TEXTS, read_lines
+from .lines import read_lines
 from .names import (
     as_step,
     is_norm,
@@ -33,6 +33,7 @@ from .names import (
 from .pairs import OF_TRAINING
 from .recording import Recording, gather
 from .source import Source
+from .unwrap import TEXTS
 
 _TIMES = re.compile(r"relative time|wall time|^_?timestamp$|^_?runtime$|^time$|^date$", re.IGNORECASE)
 _PLACE = re.compile(rf"{_TIMES.pattern}|^idx$|^epoch$", re.IGNORECASE)
