@@ -28,10 +28,10 @@ from .grammars import (
     Grammar,
     Headed,
     Json,
-    Labelled,
     Printed,
 )
 from .guessed import Guessed
+from .labelled import Labelled
 from .names import is_norm, is_training_loss, listed, may_lack_digits, number
 from .pairs import NUMBER, SYMBOL, pairs
 from .prometheus import Exposed
