@@ -247,7 +247,7 @@ def _repeats(title: str, begin: str) -> str:
     what = f"how {title} is computed"
     if title == "loss":
         what = "precision, learning rate, and the first batch's data and labels"
-    start = "It is so from the first row on, so" if begin else "If this log begins with the run,"
+    start = "It is not finite from the first row on, so" if begin else "If this log begins with the run,"
     return f"{start} a restart with the same settings will repeat it. Look at {what}."
 
 
@@ -272,8 +272,8 @@ def _skipped(run: LoggedRun) -> Sign | None:
     sentence = f"The trainer says that it skipped the optimizer step {plural(len(skips), 'time')}{where}{span}."
     if all(skip.is_lost for skip in skips):
         sentence = f"{sentence[:-1]}, because the norm was not finite."
-        advice = "Nothing is learned in such a step. If they go on, look at their batches, and train in bf16 with the "
-        advice += "weights in fp32."
+        advice = "Nothing is learned in a step that is skipped. If skips go on, look at their batches, and train in "
+        advice += "bf16 with the weights in fp32."
         return Sign("skipped", sentence, advice, first)
     if len(at) >= len(run.metrics.steps) > 1:
         advice = (
@@ -308,7 +308,7 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     advice = "A few are normal while the scaler finds its scale."
     if not has_rows and not is_end and len(scales) > 1 and scales[0] >= _USUAL_SCALE and scales[-1] > 100:
         is_over |= count <= math.log2(scales[0] / scales[-1]) + 2
-        advice = "A new run's scaler finds its scale so: look again if overflows go on below a scale of 100."
+        advice = "A new run's scaler finds its scale like this: look again if overflows go on below 100."
     if counts := run.metrics.known(SKIPPED):
         number_of, skipped = counts[-1]
         is_over = not is_end and number_of >= 10 * skipped
@@ -407,8 +407,8 @@ class _LastingChange(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The first step that shows it, or the last one at the level that a slow change went away from."""
-        return self.known[self.rise.at if self.rise.is_sudden else self.rise.low.stop - 1][0]
+        """The first step that shows it, or the last one before a slow change left the old level for good."""
+        return self.known[self.rise.at if self.rise.is_sudden else self.rise.at - 1][0]
 
     @property
     def verb(self) -> str:
@@ -445,7 +445,8 @@ def _lasting(metrics: Metrics) -> Sign | None:
     own, known, rise, step = first.own, first.known, first.rise, first.step
     values = [value for _, value in known]
     if not rise.is_sudden:
-        was, now = median(values[rise.low.start : rise.low.stop]), median(values[-max(len(rise.low) // 3, NEAR) :])
+        was = median(values[max(rise.at - NEAR, rise.low.start) : rise.at])
+        now = median(values[-max(len(rise.low) // 3, NEAR) :])
         what, worst = ("low", min(values[rise.at :])) if first.is_fall else ("peak", max(values[rise.at :]))
         way = f", after a {what} of {number(worst, 2)}" if abs(worst - was) > 1.5 * abs(now - was) else ""
         change = f"from {number(was, 2)} around step {step} to {number(now, 2)} at the end{way}"
@@ -496,7 +497,8 @@ def _jumped(metrics: Metrics) -> Sign | None:
     if back is None:
         sentence += f" It began at step {known[begin][0]}." if begin < at else ""
         return Sign("loss", sentence, "", step, known[begin - 1][0] + 1)
-    return Sign("loss", sentence, "No need to resume. Log the gradient norm to see such a step from its cause.", step)
+    advice = "No need to resume. Log the gradient norm: it shows a jump like this at the step that causes it."
+    return Sign("loss", sentence, advice, step)
 
 
 def _blown_up(metrics: Metrics) -> Sign | None:

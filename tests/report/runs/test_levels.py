@@ -90,6 +90,15 @@ def test_a_reward_that_falls_to_half_is_found_and_one_that_scatters_is_not():
     assert kind == "fell" and "reward fell from step 121 on for good" in headline
 
 
+def test_a_slow_fall_begins_where_the_reward_leaves_its_level_and_not_at_its_best():
+    draw = random.Random(0)
+    reward = [0.6 + draw.gauss(0, 0.01) for _ in range(48)] + [0.6 - 0.06 * at for at in range(1, 10)] + [0.02] * 10
+    reward[8:11] = [0.64] * 3
+    kind, headline, _ = said(reward, "reward", "critic/score/mean")
+    begin = int(headline.partition(" around step ")[2].partition(" ")[0])
+    assert kind == "fell" and 44 <= begin <= 49 and "from 0.6 around" in headline
+
+
 def test_the_size_of_a_gans_loss_is_not_judged():
     rising = [0.7 * 1.01**at for at in range(300)]
     assert said(rising)[0] == "fell"
