@@ -42,11 +42,15 @@ class Reason:
     def sentence(self) -> str:
         """Say what was found, in numbers."""
         numbers = {**self.reading._asdict(), "limit": self.limit}
+        count = self.found - 1 if self.rule.measured == "streak" else 0
+        before = "step" if count == 1 else f"{count:,.0f} steps"
         sentence = self.rule.sentence.format(
             metric=self.metric,
             state=self.state,
             recent=self.config.recent,
             clip_window=self.config.clip_window,
+            in_a_row=f" now and at the {before} before" if count else "",
+            least="one such step is" if self.limit == 1 else f"{number(self.limit)} in a row are",
             percent=percent(self.found),
             percent_limit=percent(self.limit),
             **{name: number(value, 3, "unknown") for name, value in numbers.items()},

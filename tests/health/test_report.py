@@ -45,7 +45,7 @@ def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(r
     assert "\x1b[" not in out
     out = shown("health", run_of("collapsed"))
     assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and what is listed above" in out
-    assert "X no_gradient  danger, first at step 18; found at 12, 16-30" in out
+    assert "X no_gradient  at steps 12, 16-30; danger first at step 18" in out
 
 
 def test_json_has_every_step_and_nothing_that_json_does_not_know(run_of, shown):

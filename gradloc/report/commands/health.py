@@ -146,7 +146,9 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
         mark, style = MARKS[finding.worst.state]
         when = f"{finding.worst.state} at step {finding.worst_step}"
         if len(finding.steps) > 1:
-            when = f"{finding.worst.state}, first at step {finding.worst_step}; found at {ranges(finding.steps)}"
+            when = f"at steps {ranges(finding.steps)}"
+            is_danger = finding.worst.state == STATES[-1]
+            when = f"{when}; danger first at step {finding.worst_step}" if is_danger else f"warning {when}"
         when = in_unit(when, health.unit)
         console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
         console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))

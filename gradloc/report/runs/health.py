@@ -100,8 +100,8 @@ class RunHealth:
         if self.is_too_short:
             return f"Too short to judge: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
         if not self.num_unwell and {*self.judging} <= {"non_finite"}:
-            verb, them = ("is", "it") if len(self.metrics) == 1 else ("are", "them")
-            return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; no other rule reads {them}."
+            verb, its = ("is", "its level and trend") if len(self.metrics) == 1 else ("are", "their levels and trends")
+            return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; {its} are not judged here."
         if not self.num_unwell:
             return f"No fault in {steps}, by {plural(len(self.judging), 'rule')} on {listed(self.metrics, 5)}."
         said = [self.share]
@@ -231,7 +231,7 @@ def _by_the_log(verdict: Judgement, metrics: Metrics, at: int) -> Judgement:
     unsound = [reason for reason in reasons if reason.name == "non_finite" and is_norm(reason.metric)]
     if unsound and verdict.state == STATES[-1]:
         if losses and all(loss and math.isfinite(loss) for loss in losses):  # a Trainer writes 0 for a NaN
-            lowered = replace(unsound[0], state=STATES[1], note="The loss is finite: such steps were skipped.")
+            lowered = replace(unsound[0], state=STATES[1], note="The loss is finite, so these steps were skipped.")
             reasons[reasons.index(unsound[0])] = lowered
     return Judgement(verdict.step, worst_first(reasons))
 
