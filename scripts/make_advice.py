@@ -60,7 +60,8 @@ def pages() -> dict[Path, str]:
         known = "; ".join(f"{where}: `{line}`" for where, line in lines.items())
         actions.append(f"- {action.do} {known}".rstrip())
     causes = [
-        f"- `{label}`: {found.title}. {found.means} {'' if found.why else 'Usual remedies: ' + _all(found.do)}".rstrip()
+        f"- `{label}`: {found.title}. {f'{found.means} {found.means_of_batch}'.strip()} "
+        f"{'' if found.why else 'Usual remedies: ' + _all(found.do)}".rstrip()
         for label, found in CAUSE_INFO.items()
     ]
     reasons = [f"- `{name}`: {_all(names)}" for name, names in ADVICE.items()]

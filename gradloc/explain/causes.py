@@ -30,6 +30,7 @@ class CauseInfo:
     label: str
     title: str = ""
     means: str = ""
+    means_of_batch: str = ""
     factor: str = ""
     odd: str = ""
     column: str = ""

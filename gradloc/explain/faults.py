@@ -34,7 +34,8 @@ def fault_sentences(event: Event) -> list[str]:
     if {"reference_norm", "reference_usual_norm"} <= known.keys():
         at, own = number(known["reference_norm"], 3), number(known["reference_usual_norm"], 3)
         made.append(
-            f"An earlier step's micro-batch has norm {at} with this step's weights, and had {own} with its own step's."
+            "As a check, a micro-batch of an earlier step was run again with this step's weights: its gradient norm "
+            f"is {at}, and with the weights of its own step it was {own}."
         )
     usual = "Had that update been of its usual size"
     for name in ("learning_rate", "weight_decay"):
@@ -47,7 +48,7 @@ def fault_sentences(event: Event) -> list[str]:
         more = f": its loudest micro-batch has norm {loudest[0]}, and {loudest[1]} without it" if loudest else ""
         made.append(f"It is loud only since the last update{more}.")
     if fault.at == "batch":
-        made.append("So the weights are healthy, and the batch is at fault.")
+        made.append("So the weights are healthy, and the spike came with this batch, its data or its loss.")
     if not made and fault.reason and fault.at == "undecided":
         made.append(f"Which link broke is not decided: {fault.reason}.")
     return made

@@ -17,7 +17,7 @@ from .cures import cure_text, healer, how_healed
 from .documents import document_words
 from .numbers import bounded, number
 from .story import cause_of, first_place, odd_number, pronoun, step_cause
-from .text import listed, one_line
+from .text import listed, one_line, uncapitalized
 
 _NUMBERS = (
     *("norm_without_update", "norm_without_change", "coefficient_over_typical", "advantage_over_run"),
@@ -187,7 +187,7 @@ def next_step(event: Event, actor: Mapping[str, Any] | None = None) -> NextStep 
         if lines:
             do = rule.say if name == rule.do[0] and rule.say else ACTIONS[name].do
             if name == "mask" and name != rule.do[0]:  # the run does already what goes to the root
-                do = "Until the cause is found, take such steps without the culprits."
+                do = f"Until the cause is fixed, {uncapitalized(ACTIONS[name].do)}"
             do, why, check = (sentence.format_map(text).rstrip() for sentence in (do, rule.why, rule.check))
             return _with_cure(NextStep(do, lines, why, check), evidence, has_own_words=bool(rule.say))
     return _with_cure(None, evidence)
@@ -202,7 +202,7 @@ def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool =
     if found is not None:
         why, check = f"{found.why} {found.do}" if has_own_words else found.why, found.check
     stopgap = [*_lines("mask", evidence).values()] if event.certificate.verdict == "explained" else []
-    meanwhile = {f"As a stopgap: {ACTIONS['mask'].do.lower()}": line for line in stopgap[:1]}
+    meanwhile = {f"As a stopgap, {uncapitalized(ACTIONS['mask'].do)}": line for line in stopgap[:1]}
     return NextStep(f"{cure_text(cured)} {how_healed(event, cured)}", lines, why, check, meanwhile)
 
 

@@ -88,6 +88,11 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def uncapitalized(text: str) -> str:
+    """Begin a text with a small letter, and leave the rest unchanged."""
+    return text[:1].lower() + text[1:]
+
+
 def numbered(noun: str, first: int, last: int) -> str:
     """Name one thing or several in a row by their numbers: ``step 3``, ``steps 3 to 5``."""
     return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"

@@ -42,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console, counted = terminal.console(), tally(measured)
     if not counted:
-        why = "gradloc.search.max_cures was 0, or an older version wrote them"
+        why = "gradloc.search.max_cures was 0, or an older version of GradLoc wrote the events"
         if folder.trainer == "loop":
             why = "gradloc.Watch does not know how a loop makes its loss"
         elif any(event.cures is not None for event in folder.events):
-            why = "none that fits the cause can be tried on a step again, or no time was left"
+            why = "none that fits its cause could be measured by running the step again"
         _print_advice(folder, why)
         return 0
     num = len(measured)
@@ -72,7 +72,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
 
 def _print_advice(folder: RunFolder, why: str) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
-    console.print(f"No setting was tried on {events}: {why}. What people do about such causes:")
+    console.print(f"No setting was measured on {events}: {why}. What people do about causes like this:")
     for (do, line), count in advice(folder).most_common():
         console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
         console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)

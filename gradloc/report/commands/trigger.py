@@ -160,8 +160,8 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     if others:
         nearest, middle = others[-1], others[len(others) // 2]
         say(
-            f"The largest norm that was not flagged is {percent(nearest.ratio, 2)} of its threshold "
-            f"(step {nearest.step}), a typical one {percent(middle.ratio, 2)}."
+            f"Of the steps not flagged, step {nearest.step} came closest to its threshold, at "
+            f"{percent(nearest.ratio, 2)} of it; the median step is at {percent(middle.ratio, 2)}."
         )
     if spikes:
         rows = []

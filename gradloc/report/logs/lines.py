@@ -299,6 +299,7 @@ def _by_process(name: str, best: Grammar, reader: _Reader) -> list[Recording]:
     receipt, count = "", max(min(reader.num_read, reader.num_seen), best.num_norms)
     if reader.num_seen:
         receipt = f"{count:,} of {max(count, reader.num_seen):,} gradient norms read"
+        receipt += " in the whole file" if len(best.rows) > 1 else ""
     judged = reader.norms or set(filter(is_training_loss, set().union(*reader.rows)))
     made, printed_by, apart = list[Recording](), list[set[tuple]](), _processes_apart(best.rows)
     for process, rows in sorted(best.rows.items(), key=lambda entry: -len(entry[1])):

@@ -284,7 +284,8 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
         by_cause.setdefault(culprit.cause.label, []).append(culprit)
     for label, members in by_cause.items():
         meaning = cause_info(label)
-        blocks += [Heading(meaning.title), meaning.means]
+        is_of_batch = "batch_advantage" in members[0].cause.numbers
+        blocks += [Heading(meaning.title), meaning.means_of_batch if is_of_batch else meaning.means]
         for index, culprit in enumerate(members[:_MAX_DETAILED]):
             first, rest = _numbers(event, culprit)
             more = [Fold(plural(len(rest), "more number"), [Facts(rest)])] if rest else []
@@ -377,7 +378,8 @@ def _where(event: Event) -> Section:
         steps = number(event.layer_history.num_steps if event.layer_history else None)
         blocks.append(f"Layers' norms against their own median over {steps} steps: {names}.")
     parts = filter(None, (search.strategy, cost(search)))
-    status = search.status.replace("_", " ") + (f"; {search.stop_reason}" if search.stop_reason else "")
+    status, is_said = search.status.replace("_", " "), event.certificate.verdict == "explained"
+    status += f"; {search.stop_reason}" if search.stop_reason and not is_said else ""
     blocks.append(f"Search: {', '.join(parts)}. Outcome: {status}.")
     if search.path:
         hidden = len(search.path) - _MAX_PROBES

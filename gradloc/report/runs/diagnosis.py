@@ -544,13 +544,13 @@ def _advise_resume(
     earlier = " It began before this log." if is_first and begin == "late" else ""
     if is_sound and worst.kind == "lost":
         return (
-            f"No need to go back: such steps were most likely skipped, as fp16's scaler does.{earlier} While each is "
+            f"No need to go back: most likely these steps were skipped, as fp16's scaler does.{earlier} While each is "
             "skipped nothing is learned: train in bf16 with the weights in fp32, or log each layer's norm to see which "
             "is not finite."
         ), ""
     if is_sound and len(worst.lost) == len(worst.steps):
         return (
-            "No need to go back: such a step was skipped, as fp16's loss scaler skips it. Look again if many follow.",
+            "No need to go back: the step was skipped, as fp16's loss scaler skips it. Look again if many follow.",
             "",
         )
     peak, on = worst.peak.step, turn_on(run)
@@ -562,7 +562,7 @@ def _advise_resume(
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the {_deciding(run.metrics)} is where it was. Continue{end}", on
     if is_first and begin != "late" and worst.kind in ("lost", "end"):
-        start = "The norm is so from the first row on, so" if begin else "If this log begins with the run,"
+        start = "The norm is not finite from the first row on, so" if begin else "If this log begins with the run,"
         return (
             f"{start} a restart with the same settings will repeat it. Look at the precision, the learning rate, "
             "and the first batch's data and labels."

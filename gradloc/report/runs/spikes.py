@@ -213,10 +213,10 @@ class Explosion:
             subject, at = ("The norm was", "step") if len(self.lost) == 1 else ("The norms were", "steps")
             parts.append(f"{subject} not finite at {at} {ranges(self.lost)}")
         elif len(self.lost) > 1:
-            stayed = f"It stayed so for {plural(len(self.lost), 'step')} ({ranges(self.lost)})"
+            stayed = f"It stayed not finite for {plural(len(self.lost), 'step')} ({ranges(self.lost)})"
             parts.append(f"{stayed}, and is {again}" if again else stayed)
         elif self.lost and again:
-            parts.append(f"It is {again}")
+            parts.append(f"The norm is {again}")
         if self.high_until is not None:
             parts.append(f"The norm stayed high up to step {self.high_until}, and came back")
         elif self.level is not None:
