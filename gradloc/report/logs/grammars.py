@@ -28,7 +28,7 @@ HEADED_BY_STEP = re.compile(
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
-EPOCH = re.compile(r"\bepoch\b\W{0,3}(\d{1,9})", re.IGNORECASE)
+EPOCH = re.compile(r"\bep(?:och)?\b\W{0,3}(\d{1,9})", re.IGNORECASE)
 NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
 _HEADLINE = re.compile(

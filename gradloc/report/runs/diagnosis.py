@@ -385,10 +385,14 @@ def _overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
 
 
 def _begin_of(worst: Explosion, explosions: Sequence[Explosion]) -> int:
-    """Return where the explosions begin that lead to this one without a pause: its effects are measured from there."""
+    """Return where the explosions begin that lead to this one without a pause: its effects are measured from there.
+
+    One that did no harm leads to nothing.
+    """
     first, pause = worst.first, _NEAR * interval(surviving(worst.segment))
     for each in sorted(explosions, key=lambda explosion: -explosion.first):
-        if each.segment is worst.segment and each.first < first <= each.steps[-1].step + pause:
+        is_near = each.segment is worst.segment and each.first < first <= each.steps[-1].step + pause
+        if is_near and _effects(each)[1] is not False:
             first = each.first
     return first
 
@@ -478,23 +482,25 @@ def _change(
     near = after[:within]
     if not before or not near:
         return None
-    was = median(before[-_LEVEL:])
-    scatter = 4 * median(abs(value - was) for value in before)
+    usual = median(before)
+    lower, upper = sorted((usual, median(before[-_LEVEL:])))  # the last ones may be the beginning of the change
+    scatter = 4 * median(abs(value - usual) for value in before)
     low, high = min(value for _, value in near), max(value for _, value in near)
-    lowest = -math.inf if fall is None or was == 0 else was - max(scatter, (1 - fall) * abs(was))
-    highest = math.inf if rise is None or was <= 0 else max(rise * was, was + scatter)
+    lowest = -math.inf if fall is None or upper == 0 else upper - max(scatter, (1 - fall) * abs(upper))
+    highest = math.inf if rise is None or lower <= 0 else max(rise * lower, lower + scatter)
     if low < lowest:
-        verb, reached = "fell", low
+        verb, reached, was = "fell", low, upper
     elif high > highest:
-        verb, reached = "rose", high
+        verb, reached, was = "rose", high, lower
     else:
         return None
     there, most = next((at, value) for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
     mostly = ", most of it" if number(most, 2) != number(reached, 2) else ""
     change = f"{verb} from {number(was, 2)} to {number(reached, 2)}{mostly} within {plural(there - step, 'step')}"
     ends = [value for _, value in after[-_LEVEL:]]
-    are_back = [value >= lowest if verb == "fell" else value <= highest for value in (median(ends), *ends[-2:])]
-    is_back = len(after) > 2 * _LEVEL and are_back[0] and reached not in ends or len(after) > 2 and all(are_back[1:])
+    last = ends[-2:] if len(after) > 3 else ends[-1:]
+    are_back = [value >= lowest if verb == "fell" else value <= highest for value in (median(ends), *last)]
+    is_back = len(after) > 2 * _LEVEL and are_back[0] and reached not in ends or len(after) > 1 and all(are_back[1:])
     return _Change(f"{change} and came back" if is_back else change, is_back)
 
 
