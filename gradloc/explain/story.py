@@ -25,8 +25,8 @@ _TRIGGERS = {
 }
 
 CERTIFICATES = {
-    "explained": "explained, as the step is healthy without the culprits",
-    "not_explained": "not explained, as the step still spikes without the culprits",
+    "explained": "explained: run again without the culprits, the step is healthy",
+    "not_explained": "not explained: run again without the culprits, the step still spikes",
     "undecided": "undecided",
     "not_the_data": "no token is accused, since the batch is not at fault",
 }
@@ -307,7 +307,7 @@ def _what_was_taken_unchanged(event: Event, clip: float | None) -> str:
         return said
     healthy = consequence.healthy_norm if consequence else None
     kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
-    return f"{said} That left {percent(kept, 2)} of the healthy gradient."
+    return f"{said} Clipping shrank the other tokens' gradient with it, to {percent(kept, 2)} of its size."
 
 
 # ---- the verdict, a few sentences for a reader who has never seen an event

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if folder.trainer == "loop":
             why = "gradloc.Watch does not know how a loop makes its loss"
         elif any(event.cures is not None for event in folder.events):
-            why = "none that fits its cause could be measured by running the step again"
+            why = "a setting that fits its cause cannot be tested by running the step again"
         _print_advice(folder, why)
         return 0
     num = len(measured)
@@ -72,7 +72,9 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
 
 def _print_advice(folder: RunFolder, why: str) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
-    console.print(f"No setting was measured on {events}: {why}. What people do about causes like this:")
+    console.print(
+        f"Which setting would heal {events} of this run is not known: {why}. What people do about causes like this:"
+    )
     for (do, line), count in advice(folder).most_common():
         console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
         console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)

@@ -435,7 +435,7 @@ def read_boxes(source: Source) -> list[Recording]:
         return []  # headlines between the tables may say it
     if not made.rows:
         made.rows, made.unit = list(enumerate((values for _, values in found if any(map(is_norm, values))), 1)), "row"
-        made.notes.append(f"The tables of {source.name} do not say their step: row 1 is the first with a norm.")
+        made.notes.append(f"{source.name} has no column of steps, so rows are counted: row 1 is the first with a norm.")
     return [made]
 
 

@@ -130,7 +130,7 @@ def _parted(first: Metrics, second: Metrics, runs: Sequence[str]) -> str:
     if not leaving and len(common) <= _LEARNED:
         return f"The runs differ from step {step} on; {plural(len(common), 'common step')} are too few to say more."
     if not leaving:
-        return f"The runs differ from step {step} on as runs of two seeds do; no metric leaves that scatter."
+        return f"The runs differ from step {step} on, in no metric by more than runs of two seeds do."
     (at, *values), name = min(leaving, key=lambda entry: entry[0][0])
     before = f" Before step {at} they differ no more than runs of two seeds do." if at > step else ""
     return f"The runs part at step {at}: {_both(name, values, runs)}.{before}"

@@ -31,6 +31,7 @@ from .signals import (
     begins,
     course,
     findings,
+    from_start,
     interval,
     is_adversarial,
     loss_of,
@@ -568,10 +569,9 @@ def _advise_resume(
     if is_hurt is False and worst.kind != "growth":
         return f"No need to resume: the {_deciding(run.metrics)} is where it was. Continue{end}", on
     if is_first and begin != "late" and worst.kind in ("lost", "end"):
-        start = "The norm is not finite from the first row on, so" if begin else "If this log begins with the run,"
         return (
-            f"{start} a restart with the same settings will repeat it. Look at the precision, the learning rate, "
-            "and the first batch's data and labels."
+            f"{from_start('The norm', begin)} a restart with the same settings will give the same. Look at the "
+            "precision, the learning rate, and the first batch's data and labels."
         ), ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
     deciding = _deciding(run.metrics)
@@ -626,8 +626,8 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
         ), ""
     if not known and not run.saved and begins(run) == "start" and before - 1 <= run.segments[0].first:
         return (
-            f"{condition}{'start' if condition else 'Start'} anew: no checkpoint is from before step {before}. Take a "
-            "smaller learning rate or a longer warm-up, and look at the first batches and the precision."
+            f"{condition}{'start' if condition else 'Start'} anew: no checkpoint is older than the log's first row. "
+            "Take a smaller learning rate or a longer warm-up, and look at the first batches and the precision."
         ), ""
     where = str(earlier[-1]) if earlier else ""
     verb = f"{condition}resume" if condition else "Resume"

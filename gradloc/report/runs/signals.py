@@ -240,6 +240,13 @@ def _reported(run: LoggedRun) -> Sign | None:
     return Sign("unfinite", f"{sentence} {steps[0]}.", "", steps[0], steps[0] + 1)
 
 
+def from_start(subject: str, begin: str) -> str:
+    """Begin a sentence on what is not finite in a log's first row; ``begin`` says whether that is the run's."""
+    if begin:
+        return f"{subject} is not finite from the first row on, so"
+    return "If the first row is the run's first step,"
+
+
 def _repeats(title: str, begin: str) -> str:
     """Advise on a fault that a log has from its first row on."""
     if begin == "late":
@@ -247,8 +254,7 @@ def _repeats(title: str, begin: str) -> str:
     what = f"how {title} is computed"
     if title == "loss":
         what = "precision, learning rate, and the first batch's data and labels"
-    start = "It is not finite from the first row on, so" if begin else "If this log begins with the run,"
-    return f"{start} a restart with the same settings will repeat it. Look at {what}."
+    return f"{from_start('It', begin)} a restart with the same settings will give the same. Look at {what}."
 
 
 def _skipped(run: LoggedRun) -> Sign | None:
