@@ -257,6 +257,10 @@ class _Table:
     def _text(self, cells: list[str], at: int | None) -> str:
         return cells[at].strip() if at is not None and at < len(cells) else ""
 
+    def _is_too_long(self, cells: list[str]) -> bool:
+        """Return whether a row has more cells than the head, as two rows' parts do."""
+        return len(cells) > len(self.names) and any(map(str.strip, cells[len(self.names) :]))
+
     def _number(self, cells: list[str], at: int | None) -> float | None:
         return number(self._text(cells, at), self.has_decimal_comma)
 
@@ -291,6 +295,8 @@ class _Table:
         runs: dict[str, list[tuple[int, str, float]]] = {}
         known = set()
         for cells in self.rows:
+            if self._is_too_long(cells):
+                continue
             step, value = as_step(self._number(cells, self.step_at)), self._number(cells, value_at)
             name = "/".join(filter(None, (_CONTEXT.sub(r"\1", self._text(cells, at)) for at in tags))) or alone
             if value is None and name in known and value_at < len(cells) and not self._text(cells, value_at):
@@ -325,7 +331,7 @@ class _Table:
             num_rows += 1
             num_empty += 1
             is_short = 2 * len(cells) < len(self.names) > SAMPLE  # cut off, or made to cost much
-            is_long = len(cells) > len(self.names) and any(map(str.strip, cells[len(self.names) :]))  # two rows' parts
+            is_long = self._is_too_long(cells)
             is_short |= self.step_at is None and len(cells) < len(self.names)  # no step says that it is whole
             step = as_step(self._number(cells, self.step_at))
             if is_short or is_long or step is None and self.step_at is not None:
