@@ -25,8 +25,8 @@ _TRIGGERS = {
 }
 
 CERTIFICATES = {
-    "explained": "explained: run again without the culprits, the step is healthy",
-    "not_explained": "not explained: run again without the culprits, the step still spikes",
+    "explained": "without the culprits the step is healthy, so they explain the spike",
+    "not_explained": "without the culprits the step still spikes, so they do not explain it",
     "undecided": "undecided",
     "not_the_data": "no token is accused, since the batch is not at fault",
 }

@@ -50,7 +50,7 @@ def test_a_run_of_verl_is_told_on_a_page(verl, shown):
     told = lines(shown("check", *ON, "trainer.nnodes=4", "--model", "7B", "--seconds", "60", columns=1000))
     assert told["refused"] == "nothing" and told["on"] == f"{ACTOR}.gradloc.enable"
     assert told["model"].startswith("7B: 7.6B weights on 32 GPUs, one replica over 32; 2 micro-batches of 4,096 tokens")
-    assert told["search 1"].endswith("everything stays on the device <- the first that fits")
+    assert told["search 1"].endswith("everything stays on the device <- the first plan that fits")
     # an update of four optimizer steps, and one setting that is measured when time is up
     seconds = Limit(2, 4.0, 60 / 4).seconds * 5 / 4
     assert "1 search in an update of 4 optimizer steps" in told["stall"] and f"{seconds:.0f} s at most" in told["stall"]

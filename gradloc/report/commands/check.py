@@ -370,7 +370,7 @@ def _memory(model: Model, plan: Plan, memory: Forecast, card: float) -> list[tup
     for number, (option, what) in enumerate(zip(PLANS, _PLACEMENTS, strict=True), 1):
         host = f" ({_gib(memory.node(option))} a node)" if memory.node(option) else ""
         moved = f", {memory.seconds(option):.1f} s to pin and move it" if memory.seconds(option) >= 0.05 else ""
-        mark = " <- the first that fits" if option == chosen else ""
+        mark = " <- the first plan that fits" if option == chosen else ""
         said.append((f"search {number}", f"{_gib(memory.device(option))} on the device: {what}{host}{moved}{mark}"))
     none = ("search", "no way fits: the log will say so, and the step be taken as it was")
     return said if chosen else [*said, none]
@@ -400,7 +400,8 @@ def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
 def _written(settings: Any) -> list[tuple[str, str]]:
     """List where events go: disk, console, trackers, alerts."""
     evidence, notify = settings.evidence, settings.notify
-    kept = f"{settings.trigger.max_events} events at most, text {evidence.text}, bundle {evidence.bundle}"
+    kept = f"{settings.trigger.max_events} events at most; tokens' text: {evidence.text}; inputs for a replay: "
+    kept += f"{evidence.bundle}, up to {evidence.max_gb:g} GB each"
     weights = "" if evidence.checkpoint == "off" else ", and the weights before the step"
     receivers = [
         "the console and the run's trackers",
@@ -408,6 +409,6 @@ def _written(settings: Any) -> list[tuple[str, str]]:
     ]
     receivers += ["trackers' alerts"] * notify.tracker_alerts
     return [
-        ("events", f"{settings.root} on the driver: {kept}{weights}; no bundle beyond {evidence.max_gb:g} GB"),
+        ("events", f"{settings.root} on the driver: {kept}{weights}"),
         ("alerts", ", ".join(receivers)),
     ]

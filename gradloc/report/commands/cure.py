@@ -72,9 +72,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
 
 def _print_advice(folder: RunFolder, why: str) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
-    console.print(
-        f"Which setting would heal {events} of this run is not known: {why}. What people do about causes like this:"
-    )
+    console.print(f"For {events} of this run no setting was tested: {why}. What people do about causes like this:")
     for (do, line), count in advice(folder).most_common():
         console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
         console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)

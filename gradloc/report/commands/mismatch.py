@@ -224,6 +224,7 @@ def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -
         rows.append((logged, number(points[0][1], 3), number(middle, 3), f"{number(largest, 3)}, {health.unit} {step}"))
     console.print(terminal.table(("metric", "first", "median", f"largest, at {health.unit}"), rows, gap=3))
     console.print(
-        f"Judged from {plural(len(health.verdicts), 'row')}. A log of means says how much rollout and trainer differ, "
-        "not why: for the kind, name a file with both log-probs of each token (gradloc mismatch --help)."
+        f"Judged from {plural(len(health.verdicts), 'row')}. The log has means over steps, which show how far "
+        "rollout and trainer differ, not why: to see why, name a file with both log-probs of each token (gradloc "
+        "mismatch --help)."
     )

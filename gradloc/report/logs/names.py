@@ -152,6 +152,8 @@ def step_name(names: Collection[str]) -> str | None:
 
     >>> step_name(["loss", "train step", "_step"]), step_name(["Iteration"]), step_name(["batch"])
     ('train step', 'Iteration', None)
+    >>> step_name(["it", "lr"]), step_name(["opt_step", "loss"])
+    ('it', 'opt_step')
     """
     found = next((name for name in STEPS if name in names), None)
     if found in (None, STEPS[-1]):

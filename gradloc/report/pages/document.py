@@ -425,7 +425,7 @@ def _proof(event: Event, run: RunFolder, root: Any) -> Section:
     folder = bundle_folder(root, event)
     if folder is not None and (folder / "meta.json").is_file():
         replay = replay_line(shlex.quote(one_line(str(folder))))
-        blocks.append(Lines({"Run this event's localization again on one machine:": replay}))
+        blocks.append(Lines({"Repeat the search for the tokens on one machine:": replay}))
     else:
         blocks.append(_no_bundle(event, folder))
     return Section("proof", "Proof and replay", blocks)

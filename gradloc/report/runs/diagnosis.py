@@ -565,12 +565,15 @@ def _advise_resume(
     if _is_left_behind(run, explosions):
         return f"The resumed run got past step {peak}: continue{end}", on
     if worst.kind == "start":
-        return f"No need to resume. Continue{end}", on
+        return f"No need to resume. Continue the run{end}", on
     if is_hurt is False and worst.kind != "growth":
-        return f"No need to resume: the {_deciding(run.metrics)} is where it was. Continue{end}", on
+        return (
+            f"No need to resume: the {_deciding(run.metrics)} is where it was before the spike. Continue the run{end}",
+            on,
+        )
     if is_first and begin != "late" and worst.kind in ("lost", "end"):
         return (
-            f"{from_start('The norm', begin)} a restart with the same settings will give the same. Look at the "
+            f"{from_start('The norm', begin)} a restart with the same settings will fail as this one did. Look at the "
             "precision, the learning rate, and the first batch's data and labels."
         ), ""
     is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
@@ -634,7 +637,10 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
     sentence = f"{verb} from your last checkpoint before step {before}{run.metrics.place(before)}"
     seen = min((step for segment in run.segments for step in segment.metrics.steps if step >= before), default=before)
     if seen > before:
-        sentence += f" (steps {before} to {seen - 1} are not logged)"
+        between = (
+            f"step {before}, which is" if seen - before == 1 else f"any of steps {before} to {seen - 1}, which are"
+        )
+        sentence += f" (it may have begun at {between} not logged)"
     saved = max((step for step in run.saved if step < before), default=None)
     if run.unit not in ("step", "epoch"):
         sentence += f"; the log gives no steps: find it by its {'epoch' if run.metrics.place(before) else 'time'}"

@@ -212,9 +212,9 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         is_resumed = title == "loss" and before and lost[-1] == logged[-1][0]
         after = next((step for step, _ in logged if step > lost[-1]), None)
         was += f" and is finite again from step {after} on" if before and after is not None else ""
-        advice = (
-            "" if before else _repeats(title, begins(run)) if after is None else f"From step {after} on it is finite."
-        )
+        advice = ""
+        if not before:
+            advice = _repeats(own, title, begins(run)) if after is None else f"From step {after} on it is finite."
         before_it = before[-1][0] + 1 if is_resumed else None
         yield Sign("unfinite", f"{own} is {what} {where}{was}.", advice, lost[0], before_it)
 
@@ -247,14 +247,14 @@ def from_start(subject: str, begin: str) -> str:
     return "If the first row is the run's first step,"
 
 
-def _repeats(title: str, begin: str) -> str:
+def _repeats(own: str, title: str, begin: str) -> str:
     """Advise on a fault that a log has from its first row on."""
     if begin == "late":
         return "It began before this log: look at the earlier log, and for a checkpoint from before it began."
     what = f"how {title} is computed"
     if title == "loss":
         what = "precision, learning rate, and the first batch's data and labels"
-    return f"{from_start('It', begin)} a restart with the same settings will give the same. Look at {what}."
+    return f"{from_start(own, begin)} a restart with the same settings will fail as this one did. Look at {what}."
 
 
 def _skipped(run: LoggedRun) -> Sign | None:

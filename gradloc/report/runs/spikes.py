@@ -202,7 +202,7 @@ class Explosion:
         if peak.times is not None:
             parts[0] += f", {number(peak.times, 3)} times normal ({number(peak.typical, 3)})"
         if self.first != peak.step:
-            parts.append(f"It began at step {self.first}")
+            parts.append(f"The spike began at step {self.first}")
         norms = self.segment.metrics.logged(self.segment.metrics.norm or MEAN)
         after = next((step for step, _ in norms if step > self.steps[-1].step), None)
         again = "" if after is None else f"finite again from step {after} on"
@@ -220,7 +220,7 @@ class Explosion:
         if self.high_until is not None:
             parts.append(f"The norm stayed high up to step {self.high_until}, and came back")
         elif self.level is not None:
-            parts.append(f"The norm stayed high: {number(self.level, 3)} in the median of the steps after it")
+            parts.append(f"The norm stayed high: {number(self.level, 3)} in the median after it")
         return f"{'. '.join(parts)}."
 
 
