@@ -226,8 +226,9 @@ def read_logs(
     if len(run.runs) > MOST_RUNS:
         run.notes.append(f"{len(run.runs) - MOST_RUNS:,} more runs, with lower norms, are left out.")
         del run.runs[MOST_RUNS:]
-    order = sorted(range(len(run.runs)), key=lambda at: run.diagnoses[at].gravity, reverse=True)
-    run.runs, run.diagnoses = ([each[at] for at in order] for each in (run.runs, run.diagnoses))
+    if len(run.runs) > 1:  # one is diagnosed where that is asked for
+        order = sorted(range(len(run.runs)), key=lambda at: run.diagnoses[at].gravity, reverse=True)
+        run.runs, run.diagnoses = ([each[at] for at in order] for each in (run.runs, run.diagnoses))
     own = (named for named in paths if len(paths) > 1 and named.name == run.runs[0].parts[0].source)
     run.named = [str(next(own, run.path))]
     for option, given in (("--metric", metric), ("--pattern", pattern)):
