@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a model's body and head, inside of the wrappers that a loop puts around it."""
+"""Find a loop's engine, and a model's body and head inside of the wrappers that a loop puts around it."""
 
 from typing import Any
 
@@ -7,8 +7,29 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
 
-from .megatron import is_chunk, without_wrappers
-from .zero import is_engine
+from ..checks import require
+from .megatron import MegatronEngine, is_chunk, without_wrappers
+from .zero import ZeroEngine, is_engine
+
+Engine = ZeroEngine | MegatronEngine
+"""An engine that reduces the gradient and takes the optimizer's step by itself."""
+
+
+def find_engine(model: Any, optimizer: Any) -> tuple[Engine | None, torch.nn.Module]:
+    """Return a loop's engine, None without one, and the model that the taps go to.
+
+    Args:
+        model: a module, DeepSpeed's engine around one, or Megatron's list of model chunks.
+        optimizer: the loop's, or None.
+
+    Raises:
+        ValueError: where the model is none of these.
+    """
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    if chunks and all(is_chunk(chunk) for chunk in chunks):
+        return MegatronEngine(chunks, optimizer), chunks[0]
+    require(isinstance(model, torch.nn.Module), "gradloc.Watch's model", "a torch.nn.Module", type(model).__name__)
+    return (ZeroEngine(model), innermost(model)) if is_engine(model) else (None, model)
 
 
 def innermost(model: torch.nn.Module) -> torch.nn.Module:

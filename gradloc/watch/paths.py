@@ -6,7 +6,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from .outputs import tensors_in
 
 
 def params_past(output: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.nn.Parameter]:
@@ -82,14 +84,12 @@ def has_channels_first(output: torch.Tensor) -> bool:
 def hidden_in(output: Any) -> torch.Tensor | None:
     """Return a model's last hidden state, or else the first tensor of its output that is no integer."""
     found = getattr(output, "last_hidden_state", output)
-    floating = (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
-    return next(floating, None)
+    return next((leaf for leaf in tensors_in(found) if leaf.is_floating_point()), None)
 
 
 def num_differentiable(output: Any) -> int:
     """Return how many tensors of a model's output, but scalars, have a graph."""
-    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    return sum(leaf.requires_grad and leaf.dim() > 0 for leaf in leaves)
+    return sum(leaf.requires_grad and leaf.dim() > 0 for leaf in tensors_in(output))
 
 
 def replace_hidden(output: Any, hidden: torch.Tensor, other: torch.Tensor) -> Any:

@@ -1,16 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step as the driver reads them: all ranks' as one batch, or a summary of each.
+"""The rows of a step as the driver reads them: their number, a summary of each, or all ranks' as one batch.
 
 Shapes: B rows of a micro-batch, T positions.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from ..core.ranks import Ranks
 from ..loop.batch import BatchView, Rows, stack_rows
 from ..loop.driver import sequence_ids
+
+
+class StepCounts(NamedTuple):
+    """Numbers of a step, each with one entry per rank; one small sum exchanges them before the step is checked."""
+
+    tokens: list[float]
+    rows: list[float]
+    micro_batches: list[float]
+    scaled: list[float]
+    """1 where a forward is in float16: its loss may be scaled."""
+    opened: list[float]
+    """1 where all forwards returned the log-probs that the loss is made of."""
+
+    @classmethod
+    def gather(cls, step: Any, ranks: Ranks) -> "StepCounts":
+        """Count this rank's step, zeros for None, and exchange the counts. All ranks call this together."""
+        mine = [0.0] * len(cls._fields)
+        if step is not None and step.micro_batches:
+            is_scaled = any(each.dtype == torch.float16 for each in step.micro_batches)
+            mine = [float(each) for each in (*step.counts(), step.num_micro_batches, is_scaled, step.has_log_probs)]
+        everyones = [0.0] * (len(mine) * ranks.size)
+        everyones[ranks.rank :: ranks.size] = mine
+        counts = ranks.sum(everyones)
+        return cls(*(counts[first : first + ranks.size] for first in range(0, len(counts), ranks.size)))
 
 
 def attention_mask(mask: torch.Tensor) -> torch.Tensor:

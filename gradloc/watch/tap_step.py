@@ -29,11 +29,10 @@ from ..core.host_step import to_host
 from ..core.ranks import Ranks
 from ..core.step import Details, Outputs, Recorded, TrainingStep, only
 from ..loop.batch import NO_TOKEN, Rows, stack_rows
-from .anew import TapRecorded, follow_weights, keep_first
 from .forwarded import Graph, RecordedForward, returned_log_probs
 from .head import SMALL, Fit, Potentials, chunks, fit, fit_small, logit_gradients, matmul, potentials, rounding
 from .rows import attention_mask, summaries
-from .step import LoopStep
+from .step import LoopStep, TapRecorded, follow_weights, keep_first
 from .taps import ModelTap
 
 Form = Literal["outputs", "log_probs", "logits", "hidden"]

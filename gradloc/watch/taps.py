@@ -45,8 +45,7 @@ from .forwarded import (
     returned_log_probs,
 )
 from .head import typical_size
-from .hooks import Hook, call_hook
-from .methods import make_hookable
+from .hooks import Hook, call_hook, make_hookable
 from .models import find_body_and_head, innermost, is_sequence_first, trained_parts
 from .outputs import hook_parts, joinable, tensors_in, with_aliases
 from .paths import hidden_in, is_view, replace_hidden, side_outputs

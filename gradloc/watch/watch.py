@@ -51,16 +51,14 @@ from ..record import Run
 from ..record.origin import with_origin
 from .analyses import LoopAnalyses
 from .clips import ClipTap, plain
-from .counts import StepCounts
 from .curve import Curve
-from .engines import Engine, find_engine
 from .forwarded import count_backward
 from .megatron import is_chunk
-from .models import innermost, sparse_embedding
+from .models import Engine, find_engine, innermost, sparse_embedding
 from .notes import Notes
 from .optimizers import Withheld, call_after_closure, call_after_zero_grad, plain_optimizer, share_parameter
 from .replay import check_replay, versions
-from .rows import view_of, view_of_summaries
+from .rows import StepCounts, view_of, view_of_summaries
 from .settings import loop_settings
 from .tap_step import TapStep
 from .taps import ModelTap

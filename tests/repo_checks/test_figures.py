@@ -19,7 +19,7 @@ from gradloc.notify.lines import announcement
 from gradloc.report.logs.recording import MEAN
 from gradloc.report.runs.run import read_run
 from gradloc.search import limit
-from gradloc.watch.counts import StepCounts
+from gradloc.watch.rows import StepCounts
 from lab.benchmarks import architectures, counts, links, ranks, unrepeatable, worlds
 from lab.benchmarks.spikes import scoring
 from lab.benchmarks.trigger import __main__ as trigger
