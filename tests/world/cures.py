@@ -5,6 +5,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -142,8 +143,14 @@ def corrected(name: str) -> dict[str, list[float]]:
     assert name in losses.CORRECTIONS and name in cures.OF_BATCH
     tensors = dict(make_batch(rollout_noise=0.0).batch[:2])
     tensors["response_mask"] = torch.zeros_like(tensors["response_mask"])
-    known = part("core.step").Groups(), False, step_class().trainer_name
-    made = losses.tensors_under(name, tensors, tensors["old_log_probs"], [0, 1], *known)
+    step = SimpleNamespace(
+        loss_inputs=lambda index: tensors,
+        recorded=lambda index: SimpleNamespace(log_prob=tensors["old_log_probs"]),
+        rows=lambda index: [0, 1],
+        has_ratio_clips=False,
+        trainer_name=step_class().trainer_name,
+    )
+    made = losses.ActorLoss.tensors_under(step, name, 0, part("core.step").Groups())
     return {key: value.unique().tolist() for key, value in made.items()}
 
 

@@ -105,43 +105,6 @@ def advantage_groups(
     return replace(groups, is_divided=is_divided, other_advantages=tuple(other.tolist()))
 
 
-def tensors_under(
-    name: str,
-    tensors: Mapping[str, torch.Tensor],
-    log_prob: torch.Tensor,
-    rows: Sequence[int],
-    groups: Groups | None,
-    has_ratio_clips: bool,
-    trainer: str,
-) -> dict[str, torch.Tensor] | None:
-    """Return the tensors that a cure changes in a micro-batch: :meth:`~...core.step.LossReplay.tensors_under`.
-
-    Args:
-        name: the cure's name.
-        tensors: the micro-batch's tensors (B, T), by verl's names.
-        log_prob: log-probs (B, T) of the step's forward.
-        rows: the rows' numbers on the driver.
-        groups: how advantages were computed, from the driver.
-        has_ratio_clips: whether ``token_clip`` or ``seq_clip`` weigh the micro-batch's tokens.
-        trainer: the trainer's name in the advice.
-    """
-    if "advantages" not in tensors or groups is None or len(rows) != len(log_prob):
-        return None
-    if name in CORRECTIONS:
-        return _corrected(loss_settings(options_of(name, trainer)[""]), tensors)
-    if name in _WEIGHT_CURES:
-        weights = _WEIGHT_CURES[name](tensors, log_prob, has_ratio_clips)
-        return None if weights is None else {WEIGHTS: weights}
-    advantages = tensors["advantages"]
-    if name == "reweight" and not groups.is_reweighted:
-        return {"advantages": reweight(advantages, tensors["old_log_probs"], ALPHA)}
-    toggle = "mean_only" if groups.is_divided else "divide"
-    if name == toggle and groups.other_advantages:
-        other = advantages.new_tensor([groups.other_advantages[row] for row in rows])
-        return {"advantages": other.unsqueeze(1) * tensors[MASK]}
-    return None
-
-
 def _beyond_the_loss(algorithm: Any, estimator: str) -> frozenset[str]:
     """Return the corrections that would change more than this run's loss, or replace a correction of its own."""
     correction = algorithm.get("rollout_correction") or {}
@@ -237,9 +200,23 @@ class ActorLoss(LossReplay):
         return {"entropy_coeff": 0} if self.config.entropy_coeff != 0 else None
 
     def tensors_under(self, name: str, micro_batch: int, groups: Groups | None) -> dict[str, torch.Tensor] | None:
-        inputs, log_prob = self.loss_inputs(micro_batch), self.recorded(micro_batch).log_prob
+        tensors, log_prob = self.loss_inputs(micro_batch), self.recorded(micro_batch).log_prob
         rows = self.rows(micro_batch)
-        return tensors_under(name, inputs, log_prob, rows, groups, self.has_ratio_clips, self.trainer_name)
+        if "advantages" not in tensors or groups is None or len(rows) != len(log_prob):
+            return None
+        if name in CORRECTIONS:
+            return _corrected(loss_settings(options_of(name, self.trainer_name)[""]), tensors)
+        if name in _WEIGHT_CURES:
+            weights = _WEIGHT_CURES[name](tensors, log_prob, self.has_ratio_clips)
+            return None if weights is None else {WEIGHTS: weights}
+        advantages = tensors["advantages"]
+        if name == "reweight" and not groups.is_reweighted:
+            return {"advantages": reweight(advantages, tensors["old_log_probs"], ALPHA)}
+        toggle = "mean_only" if groups.is_divided else "divide"
+        if name == toggle and groups.other_advantages:
+            other = advantages.new_tensor([groups.other_advantages[row] for row in rows])
+            return {"advantages": other.unsqueeze(1) * tensors[MASK]}
+        return None
 
 
 class AnalysedLoss(ActorLoss):
