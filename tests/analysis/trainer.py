@@ -63,7 +63,8 @@ class StandIn:
         self.seen: list[dict[str, Any]] = []
         analyses = analyses_in(self.config)
         self.analysis = None if analyses is None else RayTrainerAnalyses(self.config, dump_dir, analyses)
-        self.gradloc = TrainerHook(analysis=self.analysis)
+        self.gradloc = TrainerHook()
+        self.gradloc.analysis = self.analysis
         self.wandb = Wandb()
         self.gradloc.begin_fit(SimpleNamespace(logger={"wandb": self.wandb}))
 

@@ -41,7 +41,8 @@ def clip_and_comparing(**changes):
 
 def checkpointed(folder):
     """The last judged step in a checkpoint, which verl saves before the step has its metrics."""
-    hook = TrainerHook(monitor=Monitor(HealthConfig(enable=True), 1.0))
+    hook = TrainerHook()
+    hook.monitor = Monitor(HealthConfig(enable=True), 1.0)
     batch = batch_of(TWO)
     batch = DataProto.from_dict(batch.tensors, {"uid": np.array(batch.labels["uid"], dtype=object)})
     kept = []
@@ -51,7 +52,8 @@ def checkpointed(folder):
         hook.after_step(batch, {"actor/grad_norm": 0.5}, step)
     with open(f"{folder}/gradloc.json") as file:
         kept.append(json.load(file)["health"]["judge"]["last_step"])
-    resumed = TrainerHook(monitor=Monitor(HealthConfig(enable=True), 1.0))
+    resumed = TrainerHook()
+    resumed.monitor = Monitor(HealthConfig(enable=True), 1.0)
     resumed.load(folder)
     kept.append(resumed.monitor.state()["judge"]["last_step"])
     return kept + [os.listdir(folder)]

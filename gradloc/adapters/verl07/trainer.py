@@ -20,10 +20,9 @@ from ...loop.driver import sequence_ids
 from ...loop.messages import Policy
 from ...private_api import extended
 from ...reweighting.stages import STAGE_MASK_KEY
-from ...stabilize.memory import build_memory
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.requirements import asked_of
-from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate, build_monitor
+from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate
 from .hook import ASKED_KEY, RECORD_KEY, report_of_actor, report_of_critic, watch_actor, watch_critic
 
 _ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
@@ -36,20 +35,12 @@ def build_trainer_hook(trainer: Any) -> "TrainerHook":
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.
     """
-    config = trainer.config
+    config, hook = trainer.config, TrainerHook()
     asked = asked_of(config, ["0.7"])
-    settings, analyses = asked.settings, asked.analyses
-    settle(config, settings)
-    clip = clip_limit(config)
-    hook = TrainerHook(
-        settings,
-        alpha=asked.alpha,
-        lopti=asked.lopti,
-        stabilizers=build_memory(settings.stabilize, "actor_rollout_ref.actor.grad_clip", clip),
-        monitor=build_monitor(config, clip),
-        analysis=None if analyses is None else RayTrainerAnalyses(config, settings.root, analyses),
-    )
-    if hook.analysis is not None:
+    settle(config, asked.settings)
+    hook.switch_on(config, asked, "actor_rollout_ref.actor.grad_clip", clip_limit(config))
+    if asked.analyses is not None:
+        hook.analysis = RayTrainerAnalyses(config, asked.settings.root, asked.analyses)
         hook.analysis.check_data(len(trainer.train_dataset))
     hook.build_drivers(config, trainer.tokenizer, ["0.7"])
     trainer.__class__ = extended(type(trainer), WatchedRayTrainer)

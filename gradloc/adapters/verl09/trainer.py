@@ -32,10 +32,9 @@ from ...loop.messages import Policy
 from ...loop.metrics import joined
 from ...private_api import extended, replaced
 from ...record.columns import ACTOR, STORED
-from ...stabilize.memory import build_memory
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.requirements import REWEIGHTING, asked_of, tables_for
-from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate, build_monitor
+from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate
 from ..verl_common.watch import reports_of
 from .config import check_verl
 from .engine import (
@@ -211,12 +210,11 @@ class TrainerSide(TrainerFeatures):
         asked = asked_of(config, tables_for(config))
         if any(feature != REWEIGHTING for feature in asked.features):
             check_verl("trainer")
-        settings, analyses = asked.settings, asked.analyses
-        fix_dump_dir(config, settings.root)
-        clip = OmegaConf.select(config.actor_rollout_ref.actor, "optim.clip_grad")
-        memory = build_memory(settings.stabilize, "actor_rollout_ref.actor.optim.clip_grad", clip)
-        super().__init__(settings, asked.alpha, asked.lopti, memory, build_monitor(config, clip))
-        self.analysis = None if analyses is None else V1TrainerAnalyses(config, settings, analyses)
+        fix_dump_dir(config, asked.settings.root)
+        clip_key = "actor_rollout_ref.actor.optim.clip_grad"
+        self.switch_on(config, asked, clip_key, OmegaConf.select(config, clip_key))
+        if asked.analyses is not None:
+            self.analysis = V1TrainerAnalyses(config, asked.settings, asked.analyses)
         self.seen = SeenRows()
 
     def after_metrics(self, batch: Any, metrics: dict[str, Any], global_step: int) -> None:

@@ -89,17 +89,11 @@ def asked_of(config: Any, on: Collection[str]) -> RequestedFeatures:
         ValueError: one sentence.
     """
     refuse_unknown_names(config)
-    asked = RequestedFeatures(settings_in(config), *reweighting_of(config), analyses_in(config), health_in(config), [])
-    asked.features.extend(_features_on(config, asked))
-    check_needs(on, asked.features, config)
-    return asked
-
-
-def _features_on(config: Any, asked: RequestedFeatures) -> list[str]:
-    settings, lopti, analyses, alpha = asked.settings, asked.lopti, asked.analyses, asked.alpha
+    settings, (alpha, lopti) = settings_in(config), reweighting_of(config)
+    analyses, health = analyses_in(config), health_in(config)
+    buckets, quartiles, _ = analyses or (None, None, None)
     stabilize = settings.stabilize
     clips_finely = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
-    buckets, quartiles, _ = analyses or (None, None, None)
     is_on = {
         SPIKES: settings.enable,
         STABILIZE: stabilize.is_on,
@@ -112,7 +106,9 @@ def _features_on(config: Any, asked: RequestedFeatures) -> list[str]:
         REWEIGHTING: alpha != 0,
         CRITIC: settings.critic != "off",
     }
-    return [feature for feature, on in is_on.items() if on]
+    features = [feature for feature, is_asked in is_on.items() if is_asked]
+    check_needs(on, features, config)
+    return RequestedFeatures(settings, alpha, lopti, analyses, health, features)
 
 
 _NAMES = {

@@ -22,9 +22,9 @@ from ...record.store import load_states, save_states
 from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
-from ...stabilize.memory import StabilizerMemory
+from ...stabilize.memory import StabilizerMemory, build_memory
 from .losses import advantage_groups, estimator_of
-from .requirements import health_in, refused_cures
+from .requirements import RequestedFeatures, health_in, refused_cures
 from .watch import reports_of
 
 logger = logging.getLogger(__name__)
@@ -211,22 +211,27 @@ class TrainerFeatures:
     """Driver of the actor's spikes."""
     critic: VerlDriver | None = None
     """Driver of the critic's spikes."""
+    settings: GradLocConfig | None = None
+    alpha = 0.0
+    lopti: LoptiConfig | None = None
+    stabilizers: StabilizerMemory | None = None
+    monitor: Monitor | None = None
+    analysis: Any = None
+    _num_silent = 0
+    _checkpoint: str | None = None
 
-    def __init__(
-        self,
-        settings: GradLocConfig | None = None,
-        alpha: float = 0.0,
-        lopti: LoptiConfig | None = None,
-        stabilizers: StabilizerMemory | None = None,
-        monitor: Monitor | None = None,
-        analysis: Any = None,
-    ):
-        self.settings, self.alpha, self.lopti = settings, alpha, lopti
-        self.stabilizers, self.monitor, self.analysis = stabilizers, monitor, analysis
-        self._num_silent = 0
-        self._checkpoint: str | None = None
-        self._algorithm: Any = None
-        self._refused_cures = frozenset[str]()
+    def switch_on(self, config: Any, asked: RequestedFeatures, clip_key: str, grad_clip: Any) -> None:
+        """Switch on what a run asks for, but its drivers and analyses.
+
+        Args:
+            config: the trainer's whole config.
+            asked: see :func:`~.requirements.asked_of`.
+            clip_key: the setting with verl's limit on the norm of the actor's gradient.
+            grad_clip: that limit.
+        """
+        self.settings, self.alpha, self.lopti = asked.settings, asked.alpha, asked.lopti
+        self.stabilizers = build_memory(asked.settings.stabilize, clip_key, grad_clip)
+        self.monitor = build_monitor(config, grad_clip)
 
     def build_drivers(self, config: Any, tokenizer: Any, on: Collection[str]) -> None:
         """Build the parts that the config switches on; see :func:`build_driver` and :func:`.check_needs`."""
