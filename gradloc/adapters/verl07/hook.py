@@ -23,7 +23,7 @@ from ...core.gradients import GradientSpace
 from ...core.ranks import Ranks
 from ...core.step import Outputs
 from ...keys import POLICY_KEY, ROW_KEY
-from ...loop.messages import Policy, RankReport
+from ...loop.messages import Policy
 from ...private_api import extended, replaced
 from ...reweighting.stages import STAGE_MASK_KEY
 from ..verl_common.watch import ActorWatch, Clipping, answer
@@ -134,10 +134,6 @@ class WatchedCritic(BasePPOCritic):
         with self._watch.update(policy):
             return super().update_critic(data)
 
-    def report(self) -> RankReport:
-        """Report on the last update that was watched."""
-        return self._watch.report()
-
 
 class CriticWatch(ActorWatch):
     """Watches a critic's updates; methods are in the order of their calls."""
@@ -235,4 +231,4 @@ def report_of_actor(worker: Any) -> DataProto:
 
 def report_of_critic(worker: Any) -> DataProto:
     """Report on the critic's last update; runs in each ``CriticWorker``."""
-    return answer(worker.critic.report())
+    return answer(worker.critic._watch.report())

@@ -11,6 +11,7 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.utils.device import get_device_id
+from verl.utils.gradloc_seam import Off
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 
 from ...analysis.parts import BUCKET_KEY
@@ -299,16 +300,11 @@ class LossCatcher:
         pass
 
 
-class NullHook:
+class NullHook(Off):
     """Replaces the hook: changes the loss as the hook does, and records nothing."""
-
-    is_stage = False
 
     def __init__(self, hook: Any):
         self.in_stage, self._hook = hook.in_stage, hook
 
     def token_weights(self, model_inputs: Any, log_prob: torch.Tensor, given: Any, _: Any) -> torch.Tensor | None:
         return self._hook.token_weights(model_inputs, log_prob.detach(), given, {})
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: []  # verl adds begin_update's list to its keys, and ignores the other answers

@@ -27,6 +27,7 @@ class MegatronWatch(EngineWatch):
     """Watches an engine's updates, as :class:`~..engine.EngineWatch` does."""
 
     takes_what_is_not_finite = True
+    scaler = None
 
     def __init__(self, engine: Any, settings: Any):
         self._space: MegatronSpace | None = None
@@ -46,13 +47,6 @@ class MegatronWatch(EngineWatch):
         """One view of all leaves' states: experts have an Adam of their own."""
         states = [leaf.optimizer.state for leaf in leaves_of(self.engine.optimizer)]
         return SimpleNamespace(state=ChainMap(*states))
-
-    @property
-    def scales_loss(self) -> bool:
-        return False
-
-    def save_weights(self, global_step: int) -> None:
-        """Do nothing: refused at start, since nothing writes weights in Megatron's layout."""
 
     def _make_ranks(self) -> Ranks:
         everyone: list[Any] = [None] * dist.get_world_size()
