@@ -35,9 +35,6 @@ class ZeroEngine:
         self.engine, self.optimizer, self.module = engine, engine.optimizer, engine.module
         self.is_sharded = hasattr(self.optimizer, "fp16_partitioned_groups_flat")
         """Whether the model's weights are sharded, too (stage 3)."""
-        self.num_groups = len(getattr(self.optimizer, "fp16_groups" if self.is_sharded else "bit16_groups", ()))
-        self._held: dict[int, Any] = {}
-        """The optimizer's gradient while a step is looked into."""
         self._space: ZeroSpace | None = None
 
     def refusal(self) -> str:
@@ -91,30 +88,6 @@ class ZeroEngine:
             return None
 
         self.optimizer.step = step
-
-    def hold(self) -> list[Sequence[torch.Tensor]]:
-        """Remember the optimizer's gradients until :meth:`give`. Return this process' parts: a list for each
-        group, in the optimizer's order."""
-        there = self.optimizer.averaged_gradients
-        self._held = {group: entries for group, entries in there.items() if entries is not None}
-        return [_without_padding(self._held.get(group, ())) for group in range(self.num_groups)]
-
-    @torch.no_grad()
-    def give(self, gradients: list[list[torch.Tensor | None]]) -> None:
-        """Write these gradients where the optimizer's step reads them. If all are None, drop the gradient, so that no
-        step is taken."""
-        held, self._held = self._held, {}
-        if held and all(each is None for group in gradients for each in group):
-            self.reset()
-            return
-        for group, entries in held.items():
-            for entry, part in zip(_without_padding(entries), gradients[group], strict=False):
-                flat = entry.view(-1)
-                if part is None:
-                    flat.zero_()
-                elif part.data_ptr() != entry.data_ptr():  # else ZeroSpace.show made it a view of the entry
-                    flat[: part.numel()].copy_(part.view(-1))
-            self.optimizer.averaged_gradients[group] = entries
 
     def reset(self) -> None:
         """Drop what the backwards so far have left."""
@@ -186,11 +159,14 @@ class ZeroSpace(EngineSpace):
         optimizer = zero.optimizer
         groups = _parts(zero)
         parts = {id(param): part for group in groups for param, part in group}
-        self._order = [[id(param) for param, _ in group] for group in groups]
         trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
         empty = next(iter(parts.values())).detach()[:0]  # of a parameter that this process holds no part of
         named = [(name, parts[id(param)] if id(param) in parts else WeightView.over(empty)) for name, param in trained]
-        self._places = {id(param): index for index, (_, param) in enumerate(trained)}
+        places = {id(param): index for index, (_, param) in enumerate(trained)}
+        self._order = [[places[id(param)] for param, _ in group] for group in groups]
+        """Indices of each optimizer group's parameters, in the order of the optimizer's gradients."""
+        self._held: dict[int, Any] = {}
+        """The optimizer's gradient by group, while a step is looked into."""
         group = optimizer.dp_process_group
         dtypes = getattr(optimizer, "gradient_accumulation_dtype", None), optimizer.communication_data_type
         self._hold(named, [] if dist.get_world_size(group) == 1 else [group], dtypes, ranks)
@@ -210,15 +186,34 @@ class ZeroSpace(EngineSpace):
 
     def show(self) -> None:
         """Load into ``.grad`` what the optimizer is about to take."""
-        for ids, entries in zip(self._order, self.zero.hold(), strict=True):
-            for param_id, entry in zip(ids, entries, strict=False):
-                param = self.params[self._places[param_id]]
-                param.grad = entry.view(-1)[: param.numel()]
+        there = self.zero.optimizer.averaged_gradients
+        self._held = {group: entries for group, entries in there.items() if entries is not None}
+        for param, entry in self._held_parts():
+            param.grad = entry.view(-1)[: param.numel()]
 
+    @torch.no_grad()
     def give(self) -> None:
-        """Write ``.grad`` where the optimizer's step reads it."""
-        self.zero.give([[self.params[self._places[param_id]].grad for param_id in ids] for ids in self._order])
+        """Write ``.grad`` where the optimizer's step reads it; where there is none, drop the gradient, so that no step
+        is taken."""
+        if self._held and all(param.grad is None for param in self.params):
+            self.zero.reset()
+        else:
+            for param, entry in self._held_parts():
+                flat = entry.view(-1)
+                if param.grad is None:
+                    flat.zero_()
+                elif param.grad.data_ptr() != entry.data_ptr():  # else show has made it a view of the entry
+                    flat[: param.numel()].copy_(param.grad.view(-1))
+            self.zero.optimizer.averaged_gradients.update(self._held)
+        self._held = {}
         super().clear()
+
+    def _held_parts(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield parameters with the optimizer's gradient of this process' part, without DeepSpeed's padding."""
+        for group, entries in self._held.items():
+            real = [entry for entry in entries if not getattr(entry, "_zero_padding", False)]
+            for index, entry in zip(self._order[group], real, strict=False):
+                yield self.params[index], entry
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -236,11 +231,6 @@ class ZeroSpace(EngineSpace):
 
     def abandon_pass(self) -> None:
         self.zero.abandon()
-
-
-def _without_padding(gradients: Any) -> list[torch.Tensor]:
-    """Return a group's gradients without DeepSpeed's padding."""
-    return [each for each in gradients if not getattr(each, "_zero_padding", False)]
 
 
 def _parts(zero: ZeroEngine) -> list[list[tuple[torch.nn.Parameter, WeightView]]]:
