@@ -4,9 +4,7 @@
 Shapes: B rows, T positions, H hidden size.
 """
 
-import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,8 +34,7 @@ class Place(NamedTuple):
     @classmethod
     def whole(cls, shape: torch.Size) -> "Place":
         """Return the place of all of h."""
-        strides = [1, *itertools.accumulate(reversed(shape[1:]), operator.mul)]
-        return cls(tuple(shape), tuple(reversed(strides[: len(shape)])), 0)
+        return cls(tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), 0)
 
     @classmethod
     def find(cls, view: torch.Tensor, hidden: torch.Tensor) -> "Place":
@@ -122,10 +119,10 @@ class RecordedForward:
         """Whether such a backward left a gradient in the model's parameters."""
         self.recorded: Recorded | None = None
         """The record of the log-probs that the model returned and their derivatives; None where it returned none."""
-        self.hidden_grad: torch.Tensor | None = None
+        self.hidden_grad: Any = None
         """dL/dh, of h's own shape, on the device or the host; None before the backward, and with log-probs."""
-        self.norms: torch.Tensor | None = None
-        """Norm of dL/dh at each position, float32 (B, T)."""
+        self.norms: Any = None
+        """Norm of dL/dh at each position, float32 (B, T); None as :attr:`hidden_grad`."""
         self.head_calls: list[HeadCall] = []
         self.is_body_alone = False
         """Whether the loop called the body by itself, and then the heads."""

@@ -31,7 +31,7 @@ class StepCounts(NamedTuple):
         """Count this rank's step, zeros for None, and exchange the counts. All ranks call this together."""
         mine = [0.0] * len(cls._fields)
         if step is not None and step.micro_batches:
-            is_scaled = any(each.dtype == torch.float16 for each in step.micro_batches)
+            is_scaled = any(each.forwarded.dtype == torch.float16 for each in step.micro_batches)
             mine = [float(each) for each in (*step.counts(), step.num_micro_batches, is_scaled, step.has_log_probs)]
         everyones = [0.0] * (len(mine) * ranks.size)
         everyones[ranks.rank :: ranks.size] = mine

@@ -8,7 +8,7 @@ Shapes: N positions, V outputs of a head, K parts of a loss (:mod:`.head`).
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +35,9 @@ class LoopStep(TrainingStep):
         backward_factor: see :class:`~..core.step.TrainingStep`.
     """
 
-    around_pass: Callable[[bool], AbstractContextManager[None]] | None = None
-    """An engine's own, around a micro-batch of a pass; called with whether it is the last."""
-
     def __init__(self, tap: ModelTap, num_ranks: int, backward_factor: float = 1.0):
         super().__init__(tap.device, num_ranks, backward_factor)
-        self.tap, self.module, self.around_pass = tap, tap.outer, tap.around_pass
+        self.tap, self.module = tap, tap.outer
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -57,8 +54,8 @@ class LoopStep(TrainingStep):
         return any(each.forwarded.is_changed for each in self.micro_batches)
 
     def in_pass(self, is_last: bool) -> AbstractContextManager[None]:
-        if self.around_pass is not None:
-            return self.around_pass(is_last)
+        if self.tap.around_pass is not None:
+            return self.tap.around_pass(is_last)
         return reduction_deferred(self.module) if self.reduces_once and not is_last else nullcontext()
 
 

@@ -83,25 +83,8 @@ class TapMicroBatch:
         return self.mask.shape[1] > 1 and (is_known or self.forwarded.has_log_probs)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The forward's."""
-        return self.forwarded.dtype
-
-    @property
     def window(self) -> slice:
         return slice(self.start, self.start + self.mask.shape[1])
-
-    @property
-    def hidden_grad(self) -> torch.Tensor:
-        """dL/dh, of h's own shape; of a forward that returned no log-probs."""
-        assert self.forwarded.hidden_grad is not None
-        return self.forwarded.hidden_grad
-
-    @property
-    def norms(self) -> torch.Tensor:
-        """Norm of dL/dh at each position, float32 (B, T); of a forward that returned no log-probs."""
-        assert self.forwarded.norms is not None
-        return self.forwarded.norms
 
     def calls(self, device: torch.device) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
         """Yield the head, the numbers of the positions (N,), and dL/dz (N, W) of each call whose dL/dz is known."""
@@ -131,8 +114,6 @@ class TapStep(LoopStep):
         """Number of this rank's first row among all ranks'; set once that is known."""
         self.weights_at: list[tuple[int, int]] | None = None
         """Which weights the last backward was made at, see :func:`.replay.versions`; None where that is not known."""
-        self.residual = 0.0
-        """Norm of the part of dL/dh that has not the form of :mod:`.head`, over the norm of all."""
         self.has_rest = False
         """Whether some position has a part that is neither log-prob nor entropy."""
 
@@ -173,7 +154,6 @@ class TapStep(LoopStep):
 
     def _without_log_probs(self, forwarded: RecordedForward) -> TapMicroBatch:
         """Return the micro-batch of any other forward; reads nothing from the device and runs nothing."""
-        assert forwarded.norms is not None
         norms, known, width = forwarded.norms, forwarded.known, forwarded.positions[1]
         start, window = 0, slice(None)
         if "mask" in known and known["mask"].shape[1] != width:
@@ -216,7 +196,7 @@ class TapStep(LoopStep):
             if torch.is_grad_enabled():
                 given = self.tap.graph(batch.forwarded, is_cut=False).given
             else:
-                with self.precisely(batch.dtype):
+                with self.precisely(batch.forwarded.dtype):
                     given = batch.forwarded.run()
             found: Any = returned_log_probs(given)
             entropy = None if found.entropy is None else found.entropy[:, batch.start :]
@@ -281,15 +261,15 @@ class TapStep(LoopStep):
             self.ranks.run_collective(partial(self.tap.read, batch.forwarded, partial(self._recover, batch)))
         known = [batch.fit for batch in micro_batches if batch.fit is not None]
         off = sum(float(found.residual.double().square().sum()) for found in known)
-        whole = sum(float(batch.norms.double().square().sum()) for batch in micro_batches)
+        whole = sum(float(batch.forwarded.norms.double().square().sum()) for batch in micro_batches)
         has_rest = any(bool((found.parts[:, 2:] != 0).any()) for found in known)
         unexplained = sum(batch.unexplained for batch in micro_batches)
         off, whole, rest, unexplained = self.ranks.sum([off, whole, float(has_rest), unexplained])
-        self.has_rest, self.residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
+        self.has_rest, residual = rest > 0, (off / whole) ** 0.5 if whole > 0 else 0.0
         is_labelled = self.ranks.all(all(batch.labels is not None for batch in micro_batches))
-        most = _NUM_TOLERANCES * rounding(micro_batches[0].dtype)
+        most = _NUM_TOLERANCES * rounding(micro_batches[0].forwarded.dtype)
         is_kept = unexplained != math.inf and not unexplained > most**2 * whole
-        is_formed = is_labelled and not self.residual > most
+        is_formed = is_labelled and not residual > most
         # parts: log-prob and entropy first, then mean log-prob, log-sum-exp and the outputs of small heads
         likely, others = (_largest([found.parts[:, part] for found in known]) for part in (slice(0, 2), slice(2, None)))
         likely, others = self.ranks.max([likely, others])
@@ -308,11 +288,12 @@ class TapStep(LoopStep):
     def _fit(self, batch: TapMicroBatch, hidden: torch.Tensor, heads: Sequence[torch.nn.Module]) -> None:
         """Fit its dL/dh, and find its labels."""
         rows, width = batch.forwarded.positions
-        h, grads = (each.reshape(rows * width, -1) for each in (hidden, batch.hidden_grad.to(hidden.device)))
+        given = batch.forwarded.hidden_grad.to(hidden.device)
+        h, grads = hidden.reshape(rows * width, -1), given.reshape(rows * width, -1)
         batch.dots = (h.float() * grads.float()).sum(-1)
         head, small = _split_heads(heads)
         further = torch.cat([each.weight for each in small]) if small else None
-        tolerance = rounding(batch.dtype)
+        tolerance = rounding(batch.forwarded.dtype)
         if head is None:
             if further is not None:
                 parts, residual = fit_small(grads, further, tolerance)
@@ -342,7 +323,7 @@ class TapStep(LoopStep):
         if "ids" not in known:
             inputs = [each.clamp(min=0) for each in forwarded.ids()]
             found = [labels for each in inputs for labels in (each.roll(-1, 1), each)]
-            found = found or [torch.zeros(rows, width, dtype=torch.long, device=batch.norms.device)]
+            found = found or [torch.zeros(rows, width, dtype=torch.long, device=forwarded.norms.device)]
             return [(labels, batch.start) for labels in found]
         ids, windows = known["ids"].clamp(min=0), []
         for start in _starts(width, ids.shape[1]) if ids.shape[1] != width else [0]:
@@ -367,7 +348,7 @@ class TapStep(LoopStep):
     def _record(self, batch: TapMicroBatch) -> None:
         """Set a micro-batch's record in the loss's form."""
         forwarded = batch.forwarded
-        norms = batch.norms.view(-1)
+        norms = forwarded.norms.view(-1)
         found = batch.fit = _empty_fit(norms) if batch.fit is None else batch.fit
         if "ids" not in forwarded.known:
             read = [batch.labels] if batch.labels is not None else [each.clamp(min=0) for each in forwarded.ids()]
@@ -405,9 +386,8 @@ class TapStep(LoopStep):
         forwarded = batch.forwarded
         if not forwarded.head_calls or any(call.logit_grad is None for call in forwarded.head_calls):
             return math.inf  # not a number is what a gradient that is not finite leaves
-        rest = batch.hidden_grad.to(batch.dots.device, torch.float32, copy=True).reshape(
-            -1, batch.hidden_grad.shape[-1]
-        )
+        rest = forwarded.hidden_grad.to(batch.dots.device, torch.float32, copy=True)
+        rest = rest.reshape(-1, rest.shape[-1])
         for head, where, grad in batch.calls(rest.device):
             for part in chunks(len(grad), len(head.weight)):
                 rest.index_add_(0, where[part], matmul(grad[part].float(), head.weight), alpha=-1.0)
@@ -433,7 +413,7 @@ class TapStep(LoopStep):
         if self.form != "log_probs" and not (needs_entropy and head is not None):
             total = flat.new_zeros(rows * width, dtype=torch.float32)
             if self.form == "hidden":
-                total = (batch.hidden_grad.to(flat.device).reshape(rows * width, -1).float() * flat.float()).sum(-1)
+                total = (forwarded.hidden_grad.to(flat.device).reshape(rows * width, -1).float() * flat.float()).sum(-1)
             else:
                 for called, where, grad in batch.calls(flat.device):
                     total.index_add_(0, where, _along(flat[where], called, grad))
@@ -460,10 +440,10 @@ class TapStep(LoopStep):
         """Add the selected positions' part of the gradient to ``.grad``."""
         forwarded, keep = batch.forwarded, None
         if selected is not None:
-            keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=batch.norms.device)
+            keep = torch.ones(forwarded.positions, dtype=selected.dtype, device=forwarded.norms.device)
             keep[:, batch.window] = selected
         assert graph.hidden is not None
-        roots, grads = [graph.hidden], [_select(keep, batch.hidden_grad.to(graph.hidden.device), unit)]
+        roots, grads = [graph.hidden], [_select(keep, forwarded.hidden_grad.to(graph.hidden.device), unit)]
         for output, call in zip(graph.heads, forwarded.head_calls, strict=True):
             if not output.requires_grad or self.form == "hidden":
                 continue

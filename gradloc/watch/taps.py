@@ -103,12 +103,10 @@ class ModelTap:
         self.has_failed = False
         self.num_seen = 0
         """Training forwards so far."""
-        self.around_pass: Any = None
-        """See :attr:`.step.LoopStep.around_pass`."""
+        self.around_pass: Callable[[bool], AbstractContextManager[None]] | None = None
+        """An engine's own, around a micro-batch of a pass; called with whether it is the last."""
         self.whole: Callable[[Sequence[torch.nn.Module]], AbstractContextManager[None]] = lambda heads: nullcontext()
         """Around a read of the heads' weights, where an engine shards them."""
-        self.owner: Any = None
-        """An object that lives as long as the model's hooks."""
         self.keeps_logits = False
         """Whether the next forward also keeps z, as far as there is room; it resets this."""
         self._is_measured = False
@@ -155,8 +153,8 @@ class ModelTap:
         self._handles: list[Any] = []
         self._attached: list[torch.nn.Module] = []
         if self.body is not None:
-            self._add_handle(self.body.register_forward_pre_hook(Hook(self, "_begin"), with_kwargs=True))
-            self._add_handle(self.body.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True))
+            self._handles.append(self.body.register_forward_pre_hook(Hook(self, "_begin"), with_kwargs=True))
+            self._handles.append(self.body.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True))
         inside = set() if self.body is None else set(self.body.modules())
         candidates: list[torch.nn.Module] = [
             part for part in inner.modules() if isinstance(part, torch.nn.Linear) and part not in inside
@@ -164,8 +162,8 @@ class ModelTap:
         if head is not None:
             candidates = [part for part in candidates if part not in set(head.modules())] + [head]
         for part in candidates:
-            self._add_handle(part.register_forward_pre_hook(Hook(self, "_before_head")))
-            self._add_handle(part.register_forward_hook(Hook(self, "_after_head")))
+            self._handles.append(part.register_forward_pre_hook(Hook(self, "_before_head")))
+            self._handles.append(part.register_forward_hook(Hook(self, "_after_head")))
         self.attach(model)  # after the body's hooks, since the model may be its own body
         if hidden is None and type(inner).forward in (torch.nn.Module.forward, None):
             self.listen_to_methods()
@@ -186,14 +184,14 @@ class ModelTap:
 
     def _listen(self, outer: torch.nn.Module) -> None:
         self._attached.append(outer)
-        self._add_handle(outer.register_forward_pre_hook(Hook(self, "_begin"), with_kwargs=True))
+        self._handles.append(outer.register_forward_pre_hook(Hook(self, "_begin"), with_kwargs=True))
         after = Hook(self, "_after_model")
-        self._add_handle(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles.append(outer.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def listen_to_methods(self) -> None:
         """Also keep the calls of the model's own methods where it has no forward, or none was seen."""
         for method in [] if is_compiled(self.outer) else make_hookable(innermost(self.outer)):
-            self._add_handle(method)
+            self._handles.append(method)
             self._listen(method)
 
     def close(self) -> None:
@@ -207,9 +205,6 @@ class ModelTap:
         self.forget()
         self._present = self._hidden = None
         self.on_failure(error)
-
-    def _add_handle(self, handle: Any) -> None:
-        self._handles.append(handle)
 
     def take_done(self) -> list[RecordedForward]:
         """Return the forwards that had a backward, and forget all forwards."""
@@ -341,12 +336,15 @@ class ModelTap:
 
     def _hook_at_head(self, present: RecordedForward, module: torch.nn.Module, given: torch.Tensor) -> None:
         """Hook a head's input as h in a training forward, where the body's output is not h; measure the head once."""
-        if self._hidden is None and not self.is_at_head and module is self._declared_head:
-            self.is_at_head, self.heads = True, [module]  # the model calls parts of its body, and not the body
-        if self._hidden is not None and not self.is_at_head and not is_view(given, self._hidden):
-            if self._may_be_hidden(module, given):
+        if module is self._declared_head and not self.is_at_head:
+            hidden = self._hidden  # None where the model calls parts of its body, and not the body
+            if hidden is None or (not is_view(given, hidden) and given.requires_grad and given.dim() == hidden.dim()):
                 self.is_at_head, self.heads = True, [module]
-                self._unhook()
+                if present.shape is not None:  # of the body's output
+                    present.shape = None
+                    present.head_calls.clear()
+                    for handle in self._hook_handles:
+                        handle.remove()
         if self.is_at_head and module in self.heads and self._hidden is not given and present.shape is None:
             self._hidden = given
             self._hook(given)
@@ -473,7 +471,9 @@ class ModelTap:
         self.on_other_state()
         if self.body is not module:
             self.body = module
-            self._add_handle(module.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True, prepend=True))
+            self._handles.append(
+                module.register_forward_hook(Hook(self, "_after_body"), with_kwargs=True, prepend=True)
+            )
 
     def _after_joined(self, output: Any) -> Any:
         """Hook the outputs that are h together, or run a replayed forward's backward from them."""
@@ -528,13 +528,6 @@ class ModelTap:
         weight = getattr(self._declared_head, "weight", None)
         return weight is not None and weight.requires_grad
 
-    def _unhook(self) -> None:
-        if self._present is not None and self._present.shape is not None:
-            self._present.shape = None
-            self._present.head_calls.clear()
-            for handle in self._hook_handles:
-                handle.remove()
-
     def _note_backward(self, forwarded: RecordedForward, *_: torch.Tensor) -> None:
         """Note that a backward has reached a forward."""
         forwarded.is_done = forwarded.is_done or not self.is_again
@@ -550,8 +543,9 @@ class ModelTap:
         self._note_backward(forwarded)
         if forwarded.has_log_probs:
             return
-        forwarded.add("hidden_grad", grad.to("cpu") if self._is_on_host(forwarded) else grad)
-        assert forwarded.hidden_grad is not None
+        before = forwarded.hidden_grad
+        is_on_host = self.moves_to_host and before is not None and before.device.type == "cpu"
+        forwarded.add("hidden_grad", grad.to("cpu") if is_on_host else grad)
         grads = grad if forwarded.norms is None else forwarded.hidden_grad
         norms = torch.linalg.vector_norm(grads.flatten(1) if forwarded.is_by_row else grads, dim=-1)
         norms = norms if norms.shape == forwarded.positions else norms.view(forwarded.positions)
@@ -561,10 +555,6 @@ class ModelTap:
             forwarded.hidden_grad = host_copy(forwarded.hidden_grad)
         else:
             self._kept += size
-
-    def _is_on_host(self, forwarded: RecordedForward) -> bool:
-        """Return whether an earlier backward's dL/dh was moved to the host."""
-        return self.moves_to_host and forwarded.hidden_grad is not None and forwarded.hidden_grad.device.type == "cpu"
 
     def _after_backward(self) -> None:
         self._is_queued = False
@@ -602,11 +592,6 @@ class ModelTap:
     def _without_gradient(self, value: torch.Tensor) -> torch.Tensor:
         return _Cut.apply(value) if self._is_cut else value
 
-    def _may_be_hidden(self, module: torch.nn.Module, given: torch.Tensor) -> bool:
-        """Return whether the model's own head is called on another tensor than its body's output."""
-        assert self._hidden is not None
-        return module is self._declared_head and given.requires_grad and given.dim() == self._hidden.dim()
-
     @torch.no_grad()
     def _measure(self, head: torch.nn.Module, given: torch.Tensor) -> None:
         """Measure :attr:`unit` once, on a few positions."""
@@ -642,7 +627,7 @@ class ModelTap:
             self.body, self.is_at_head = choice.module, False
             after = Hook(self, "_after_body")
             is_outer = choice.module in self._attached  # whose own hook comes behind
-            self._add_handle(choice.module.register_forward_hook(after, with_kwargs=True, prepend=is_outer))
+            self._handles.append(choice.module.register_forward_hook(after, with_kwargs=True, prepend=is_outer))
         if choice.weight is not None:
             self._declared_head = _head_with(choice.weight)
         elif choice.module is not None:

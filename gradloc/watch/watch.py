@@ -156,10 +156,12 @@ class Watch(Notes):
         self.ranks, self.settings = ranks, kept
         self.engine: Engine | None = None
         """DeepSpeed's or Megatron's, once there is one."""
-        self.localizer = None if kept is None else Localizer(self, ranks, kept)
+        self.localizer: Any = None
+        """None where the action is off."""
         self.driver = None
-        if kept is None or self.localizer is None:
+        if kept is None:
             return
+        self.localizer = Localizer(self, ranks, kept)
         self.localizer.updates.undo = undo
         names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
         self.analyses = LoopAnalyses(analyses, kept.root, names)
@@ -172,7 +174,6 @@ class Watch(Notes):
         if is_compiled(model):  # code that was compiled before has no hooks of ours, and is taken for any such model
             torch.compiler.reset()
         self.tap = ModelTap(model, ranks.device, hidden, int(keep_gb * 2**30))
-        self.tap.owner = self  # the model's hooks hold the tap, and so the watch
         self.clips = ClipTap(self._owns)
         self._listen()
         if (name := sparse_embedding(model)) is not None:
@@ -306,7 +307,7 @@ class Watch(Notes):
             norm = plain(self.clips.norm(self.space, norm))
         self.number = self.number + 1 if self._next_number is None else self._next_number
         self._next_number = None
-        localizer: Any = self.localizer
+        localizer = self.localizer
         try:
             with torch.enable_grad():  # the loop may clip without
                 localizer.check_replicas()
@@ -381,9 +382,7 @@ class Watch(Notes):
         Returns:
             The policy; None: do not search.
         """
-        assert self.localizer is not None
-        value = float(norm)
-        spike = policy.spike(value, 0)
+        spike = policy.spike(float(norm), 0)
         if spike is None or self.localizer.is_off:
             return policy
         if spike.kind == "non_finite" and self.scales_loss and self.localizer.run_safely(self.localizer.is_loss_finite):
@@ -398,7 +397,6 @@ class Watch(Notes):
             AbortedBySpike: on every process, where a spike is to stop the run.
         """
         step, localizer, driver = self.step, self.localizer, self.driver
-        assert localizer is not None
         is_written = any(spike.is_written for spike in localizer.outcomes)
         rows: Any = as_arrays(step.all_rows()) if is_written else step.summaries()
         report = localizer.report()  # its events stay here: all that is gathered is padded to the longest
@@ -457,7 +455,7 @@ class Watch(Notes):
 
     @property
     def signal(self) -> str:
-        """Name what :meth:`.tap_step.TapStep.brief` has of a row, with its number of tokens."""
+        """Name what :meth:`.tap_step.TapStep.summaries` has of a row, with its number of tokens."""
         return "advantages" if self.step.has_advantages else "loss_weights"
 
     def view(self, by_rank: Sequence[Rows]) -> BatchView:
@@ -499,9 +497,6 @@ class Watch(Notes):
         self._before = before
         return True
 
-    def _params(self) -> list[torch.nn.Parameter]:
-        return self.space.params if self.step is not None else list(self.tap.outer.parameters())
-
     def _owns(self, param: Any) -> bool:
         if self.step is None:  # on one process no gradient is the model's then
             return self.ranks.num_processes > 1 and any(param is own for own in self.tap.outer.parameters())
@@ -512,11 +507,10 @@ class Watch(Notes):
     # ---- the taps' calls
 
     def _listen(self) -> None:
-        reference = weakref.ref(self)
-        self.tap.on_begin = partial(_to, reference, "_begin_forward")
-        self.tap.on_backward = partial(_to, reference, "_after_backward")
-        self.tap.on_failure = partial(_to, reference, "_step_aside")
-        self.tap.on_other_state = self.localizer.forget_reference
+        # the model's hooks hold the tap, and by it the watch
+        self.tap.on_begin, self.tap.on_backward = self._begin_forward, self._after_backward
+        self.tap.on_failure, self.tap.on_other_state = self._step_aside, self.localizer.forget_reference
+        reference = weakref.ref(self)  # torch holds its hooks on all optimizers and modules for ever
         self._handles.append(register_optimizer_step_pre_hook(partial(_to, reference, "_before_step")))
         self._handles.append(register_optimizer_step_post_hook(partial(_to, reference, "_after_step")))
         if self.optimizer is not None:
@@ -541,15 +535,15 @@ class Watch(Notes):
 
     def _take_engine(self, engine: Engine) -> None:
         """Let an engine run the passes from here on, and look into its optimizer's steps."""
-        self.engine, reference = engine, weakref.ref(self)
+        self.engine = engine
         if why := engine.refusal():
             self._warn_once(f"{why}. Nothing is watched")
             self.localizer.switch_off()
             self.close()
             return
         self.tap.whole = getattr(engine, "whole", self.tap.whole)
-        self.tap.around_pass = partial(_to, reference, "_in_pass")
-        engine.on_step(partial(_to, reference, "_check_before_step", engine.optimizer))
+        self.tap.around_pass = self._in_pass
+        engine.on_step(partial(_to, weakref.ref(self), "_check_before_step", engine.optimizer))
 
     @contextmanager
     def _in_pass(self, is_last: bool) -> Iterator[None]:
@@ -587,7 +581,7 @@ class Watch(Notes):
             )
 
     def _after_backward(self) -> None:
-        if self.step is None or self.localizer is None or self.engine is not None:
+        if self.step is None or self.engine is not None:
             return
         done = [each for each in self.tap.forwards if each.is_done]
         is_sharded = isinstance(self.tap.outer, FSDP1 | FSDPModule)
@@ -610,7 +604,7 @@ class Watch(Notes):
         with_check = call_after_closure(args, kwargs, partial(self._check_before_step, optimizer))
         if with_check is None:
             self._check_before_step(optimizer)
-            if self.localizer is not None and any(spike.taken == "skip" for spike in self.localizer.outcomes):
+            if any(spike.taken == "skip" for spike in self.localizer.outcomes):
                 self._withheld.take(optimizer)
         return with_check
 
@@ -654,7 +648,7 @@ class Watch(Notes):
 
     def _settle_outer(self) -> None:
         """Check at the first step that the model is shared over processes as a search needs it."""
-        if self._num_checked > 1 or self.localizer is None:
+        if self._num_checked > 1:
             return
         outer = self.tap.outer
         is_wrapped = isinstance(outer, DistributedDataParallel | FSDP1 | FSDPModule)

@@ -23,7 +23,8 @@ class TrainerCallback(Base):
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, action: str = "observe", **settings: Any):
         self.folder, self.action, self.settings = folder, action, settings
-        self.watch: Watch | None = None
+        self.watch: Any = None
+        """From the beginning of the training on."""
         self._num_spikes = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
@@ -33,12 +34,10 @@ class TrainerCallback(Base):
         self.watch = Watch(model, None, folder, self.action, **settings)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.watch is not None:
-            self.watch.note(step=state.global_step + 1)
+        self.watch.note(step=state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.watch is not None:
-            self._num_spikes += self.watch.metrics.get("gradloc/spikes", 0.0)
+        self._num_spikes += self.watch.metrics.get("gradloc/spikes", 0.0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
         """Add the spikes since the last line, and the threshold, to what the Trainer logs."""
@@ -48,5 +47,4 @@ class TrainerCallback(Base):
                 logs["gradloc/threshold"] = self.watch.metrics["gradloc/threshold"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.watch is not None:
-            self.watch.close()
+        self.watch.close()
