@@ -65,14 +65,26 @@ class Kind:
     rows = ROWS
     is_exact = True
     """Whether the masked step is bit for bit the one without the token; else the class says why not."""
-    plant = PLANT
-    named = PLANT
-    """Row and position that the event names."""
+    close = 1e-6
+    """Else, how far the weights of another order of sums may be apart."""
+    off = 1e-4
+    """How far a certificate's norm may be from the true one, relative."""
+    has_norm = True
+    """Whether ``norms`` are L2 norms before the clip."""
+    is_searched = True
+    """Whether the gradient of every parameter is; else a step that spikes is skipped, and why is said."""
+    steps, spike, plant = STEPS, SPIKE, PLANT
+    named = [PLANT]
+    """Rows and positions that the event names."""
     num_events = 1
+    limit, order = 1.0, 2.0
+    """Of the norm that is clipped."""
+    config: Any = {}
+    """More for a Llama's configuration."""
     needs: tuple[str, ...] = ("transformers",)
     """Packages; without one the kind is left out."""
     settings: Any = {}
-    """More for ``gradloc.Watch``."""
+    """Others for ``gradloc.Watch``."""
 
     def __init__(self, folder: Path | str = "", action: str = "observe", is_planted: bool = True):
         self.folder, self.action, self.is_planted = folder, action, is_planted
@@ -83,7 +95,7 @@ class Kind:
         self.prepare()
 
     def build(self) -> Any:
-        return llama()
+        return llama(**self.config)
 
     def prepare(self) -> None:
         self.add_watch(self.model)
@@ -91,7 +103,8 @@ class Kind:
 
     def add_watch(self, model: Any) -> None:
         if self.folder:
-            self.watch = gradloc.Watch(model, folder=self.folder, action=self.action, **TAU, **self.settings)
+            action = {"mode": self.action, "max_masked_share": 1.0}
+            self.watch = gradloc.Watch(model, folder=self.folder, action=action, **(TAU | self.settings))
 
     def build_optimizer(self) -> Any:
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -111,8 +124,12 @@ class Kind:
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         loss.backward()
 
+    def clip(self) -> Any:
+        """Return the norm before."""
+        return plain(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.limit, self.order))
+
     def take_step(self) -> None:
-        self.norms.append(float(plain(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))))
+        self.norms.append(float(self.clip()))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -125,10 +142,10 @@ class Kind:
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """ids (R, T + 1) and weights (R, T)."""
         generator = torch.Generator().manual_seed(1)
-        for number in range(1, STEPS + 1):
+        for number in range(1, self.steps + 1):
             ids = torch.randint(1, VOCABULARY - 1, (self.rows, T + 1), generator=generator)
             weight = torch.ones(self.rows, T)
-            if number == SPIKE:
+            if number == self.spike:
                 weight[self.plant] = WORTH if self.is_planted else 0.0
             yield ids, weight
 
@@ -191,11 +208,6 @@ def labelled(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 # ---- models
-
-
-class Tied(Kind):
-    def build(self):
-        return llama(tie_word_embeddings=True)
 
 
 class Partial(Kind):
@@ -329,7 +341,7 @@ class Opt(Kind):
 class Llava(Kind):
     """An image of four patches before the words."""
 
-    named = (PLANT[0], PLANT[1] + 4)
+    named = [(PLANT[0], PLANT[1] + 4)]
 
     def build(self):
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
@@ -539,7 +551,7 @@ class HeadsAfterForwards(OfOwn):
     """
 
     is_exact = False
-    named = (5, 2)
+    named = [(5, 2)]
 
     class made(Own):  # noqa: N801
         def forward(self, ids):
@@ -554,9 +566,11 @@ class HeadsAfterForwards(OfOwn):
 class ByValueAndNorm(OfOwn):
     """A loop that clips each element, and then the norm."""
 
-    def take_step(self):
+    has_norm = False
+
+    def clip(self):
         torch.nn.utils.clip_grad_value_(self.model.parameters(), 0.02)
-        super().take_step()
+        return super().clip()
 
 
 class CalledByMethod(OfOwn):
@@ -675,7 +689,7 @@ class ScalarOutput(OfOwn):
 class Graph(OfOwn):
     """Nodes of a graph, mixed behind the last linear layer: a row of the output is one of the labels'."""
 
-    named = (PLANT[0] * T + PLANT[1], 0)
+    named = [(PLANT[0] * T + PLANT[1], 0)]
     rows_each = ROWS
 
     class made(Own):  # noqa: N801
@@ -909,7 +923,7 @@ class Scaled(Kind):
 
     def take_step(self):
         self.scaler.unscale_(self.optimizer)
-        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
+        self.norms.append(float(self.clip()))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -929,7 +943,7 @@ class Ranked(Kind):
 
 class Replicated(Ranked):
     def build(self):
-        return DDP(llama())
+        return DDP(super().build())
 
 
 class ReplicatedOnce(Replicated):
@@ -943,11 +957,8 @@ class ReplicatedOnce(Replicated):
         self.take_step()
 
 
-class ReplicatedLater(Replicated):
+class ReplicatedLater(Ranked):
     """The watch is older than DDP's wrapper."""
-
-    def build(self):
-        return llama()
 
     def prepare(self):
         self.add_watch(self.model)
@@ -964,7 +975,7 @@ class Sharded(Ranked):
     policies: Any = staticmethod(lambda: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)})
 
     def build(self):
-        model = llama()
+        model = super().build()
         for layer in model.model.layers:
             fully_shard(layer, **self.policies())
         return fully_shard(model, **self.policies())
@@ -1006,12 +1017,10 @@ class ShardedFlat(Ranked):
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
         policy = ModuleWrapPolicy({LlamaDecoderLayer})
-        return FSDP1(llama(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+        return FSDP1(super().build(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
 
-    def take_step(self):
-        self.norms.append(float(self.model.clip_grad_norm_(1.0)))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def clip(self):
+        return self.model.clip_grad_norm_(self.limit, self.order)
 
     def result(self):
         with FSDP1.summon_full_params(self.model):

@@ -14,55 +14,34 @@ import gradloc
 from gradloc.watch.clips import ClipTap
 from tests.toy_model.model import build
 from tests.watch import kinds
-from tests.watch.any_loss import Clipped, Loop, log_probs
-from tests.watch.loops import SPIKE, TAU, T, batches
-from tests.watch.loops import Loop as Plain
+from tests.watch.loops import SPIKE, TAU, Loop, T, batches
+from tests.watch.test_kinds import check_alone, check_event, differing
 from tests.world.events import events_in
-
-
-def named(made, event):
-    return {place for culprit in event["culprits"] for place in made.named(culprit)}
-
-
-def watched(kind, tmp_path, action="mask", seed=0, tau=None, **settings):
-    """A loop under the one line, the same without its planted tokens, and the first one's events."""
-    truth = kind(seed, None).run()
-    if tau is None:
-        tau = math.sqrt(kind(seed).run().norm * truth.norm * truth.count * 2 * (truth.width - 1))
-    made = kind(seed)
-    gradloc.Watch(made.model, folder=tmp_path, action=action, **{"trigger": {"tau": tau}, **settings})
-    return made.run(), truth, events_in(tmp_path)
-
-
-def check(made, truth, events, off=1e-6):
-    (event,) = events
-    assert named(made, event) == set(made.planted)
-    certificate = event["certificate"]
-    assert certificate["verdict"] == "explained"
-    assert abs(certificate["norm_after"] - truth.norm) <= certificate["error_bound"] + off * truth.norm
-
 
 # ---- clipped before
 
 
-class Long(Clipped):
+class Long(kinds.Kind):
     """Enough steps for a threshold that is learned."""
 
-    num_steps = 16
+    steps = spike = 16
+    settings = {"trigger": {"warmup": 8, "window": 16}}
 
 
 class ByHand(Long):
     """The loop's own lines clip."""
 
     def clip(self):
-        for param in self.given():
-            param.grad.mul_(min(1.0, 0.25 / (self.norm + 1e-6)))
+        norm = torch.nn.utils.get_total_norm([param.grad for param in self.model.parameters()])
+        for param in self.model.parameters():
+            param.grad.mul_(min(1.0, 0.25 / (float(norm) + 1e-6)))
+        return norm
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [pytest.param(Long, marks=pytest.mark.slow), ByHand])
 def test_a_norm_that_the_loop_clips_is_seen(kind, tmp_path):
-    check(*watched(kind, tmp_path, trigger={"warmup": 8, "window": 16}))
+    check_alone(kind, tmp_path)
 
 
 def test_torch_s_clip_by_a_known_norm_is_seen_with_the_norm_given_by_name():
@@ -79,53 +58,27 @@ def test_torch_s_clip_by_a_known_norm_is_seen_with_the_norm_given_by_name():
 # ---- parts of the loss that pass through no hidden state
 
 
-@pytest.mark.parametrize("size", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("size", [1e-3, 0.1, 10.0])
 def test_a_part_of_the_loss_that_passes_by_and_begins_late(size, tmp_path):
-    class Decayed(Loop):
+    class Decayed(kinds.Kind):
         """A penalty on a weight begins with the spoiled step."""
 
-        def batch(self, step):
-            self.is_last = step == self.num_steps
-            yield from super().batch(step)
+        off = math.inf  # the part that is not searched is in the bound
 
-        def loss(self, micro_batch):
-            penalty = self.bare.model.layers[1].mlp.up_proj.weight.square().sum() * self.is_last
-            return super().loss(micro_batch) + size * 500 * penalty
+        def step(self, ids, weight):
+            self.is_late = bool((weight != 1).any())
+            super().step(ids, weight)
 
-    made, truth, (event,) = watched(Decayed, tmp_path)
+        def loss(self, ids, weight):
+            penalty = self.model.model.layers[1].mlp.up_proj.weight.square().sum()
+            return super().loss(ids, weight) + size * self.is_late * penalty
+
+    Decayed(tmp_path, "mask").run()
+    (event,) = events_in(tmp_path)
     if event["culprits"]:
-        check(made, truth, [event])
+        check_event(Decayed, event, "mask", *(Decayed(is_planted=each).run().norms for each in (True, False)))
     else:
         assert "layers.1.mlp.up_proj.weight" in event["certificate"]["reason"] and event["action"]["taken"] == "skip"
-
-
-# ---- losses of a token that are no log-prob
-
-
-class Logit(Loop):
-    """A label's logit, above 0 or not."""
-
-    def each(self, logits, micro_batch):
-        return -logits.gather(-1, micro_batch.ids.roll(-1, 1).unsqueeze(-1)).squeeze(-1)
-
-
-class Margin(Loop):
-    """A label's logit against another word's."""
-
-    def each(self, logits, micro_batch):
-        return Logit.each(self, logits, micro_batch) + logits[..., 7]
-
-
-class Squared(Loop):
-    """A squared log-prob."""
-
-    def each(self, logits, micro_batch):
-        return log_probs(logits, micro_batch.ids).square()
-
-
-@pytest.mark.parametrize("kind", [Logit, Margin, Squared])
-def test_a_token_s_loss_that_is_no_log_prob(kind, tmp_path):
-    check(*watched(kind, tmp_path))
 
 
 def test_a_model_that_says_nothing_and_a_loss_without_labels(tmp_path):
@@ -145,12 +98,16 @@ def test_a_model_that_says_nothing_and_a_loss_without_labels(tmp_path):
 
 
 def test_gradients_times_8_and_one_layer_s_times_50(tmp_path):
-    class Scaled(Loop):
-        def before_step(self):
+    class Scaled(kinds.Kind):
+        settings = {"trigger": {"tau": 2000.0}}
+
+        def clip(self):
             for name, param in self.model.named_parameters():
                 param.grad.mul_(400.0 if name == "model.layers.1.mlp.up_proj.weight" else 8.0)
+            return super().clip()
 
-    _, _, (event,) = watched(Scaled, tmp_path)
+    Scaled(tmp_path, "mask").run()
+    (event,) = events_in(tmp_path)
     assert event["culprits"] == [] and event["action"]["taken"] == "skip"
     assert "model.layers.1.mlp.up_proj.weight (50 times)" in event["certificate"]["reason"]
 
@@ -220,23 +177,21 @@ class OfGraph:
 def alive_in(folder="", **settings):
     """How many micro-batches' logits and graphs are alive behind each forward of a loop that keeps its last outputs."""
 
-    class Counted(Loop):
-        def loss(self, micro_batch):
+    class Counted(kinds.Kind):
+        def loss(self, ids, weight):
             nonlocal outputs
-            outputs = self.model(input_ids=micro_batch.ids)
+            outputs = self.model(input_ids=ids[:, :-1])
             logits, hook = outputs.logits, OfGraph()
             logits.register_hook(hook)
             seen.append((weakref.ref(logits), weakref.ref(hook)))
             del hook
             gc.collect()
             alive.append([sum(each() is not None for each in kind) for kind in zip(*seen, strict=True)])
-            return (self.each(logits.float(), micro_batch) * micro_batch.weight).sum()
+            return kinds.weighted(logits, ids[:, 1:], weight)
 
     outputs, seen, alive = None, [], []
-    made = Counted(0)
-    if folder:
-        gradloc.Watch(made.model, folder=folder, **settings)
-    made.run()
+    Counted.settings = settings
+    Counted(folder).run()
     return alive
 
 
@@ -264,11 +219,14 @@ class Surrogate:
 
 @pytest.mark.parametrize("tokenizer", [Raising(), Surrogate()])
 def test_a_tokenizer_s_fault_costs_no_event(tokenizer, tmp_path):
-    check(*watched(Loop, tmp_path, tokenizer=tokenizer))
+    class Decoded(kinds.Kind):
+        settings = {"tokenizer": tokenizer}
+
+    check_alone(Decoded, tmp_path)
 
 
 def test_a_run_s_folder_whose_name_is_no_text(tmp_path):
-    check(*watched(Loop, tmp_path / os.fsdecode(b"run\xff")))
+    check_alone(kinds.Kind, tmp_path / os.fsdecode(b"run\xff"))
 
 
 def test_a_record_that_fails_says_what_became_of_the_step(tmp_path, monkeypatch, caplog):
@@ -276,15 +234,15 @@ def test_a_record_that_fails_says_what_became_of_the_step(tmp_path, monkeypatch,
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr("gradloc.loop.localizer.raw_event", fail)
-    made, truth, events = watched(Loop, tmp_path)
-    assert events == [] and torch.equal(made.taken, truth.taken)
+    masked, without = kinds.Kind(tmp_path, "mask").run().result(), kinds.Kind(is_planted=False).run().result()
+    assert events_in(tmp_path) == [] and not differing([masked], [without], "weights")
     assert "the step was decided before (mask), and its event is lost" in caplog.text
     assert "with the gradient it had" not in caplog.text
 
 
 @pytest.mark.parametrize("at", ["search", "mask"])
 def test_ctrl_c_inside_of_a_search_leaves_the_gradient_whole(at, tmp_path, monkeypatch):
-    class Stopped(Plain):
+    class Stopped(Loop):
         def take_step(self):
             before = [param.grad.clone() for param in self.model.parameters()]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

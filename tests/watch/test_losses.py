@@ -1,57 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed of each kind of tests/watch/any_loss.py: planted tokens are named and certified, whatever the loss."""
-
-import math
+"""Planted tokens are named, certified and masked whatever the loss, the clip and the precision."""
 
 import pytest
 
-from tests.watch.any_loss import KINDS, measure
+from tests.watch import losses
+from tests.watch.kinds import Kind
+from tests.watch.test_kinds import check, check_alone
 
-WITHOUT_CERTIFICATE = {"distilled", "value-of-two-layers", "embedded-outside"}
-"""Kinds of which the gradient of some parameters is not searched."""
-HALF = {"fp16-scaler", "bfloat16-weights", "bfloat16-autocast"}
-LAYERED = ("cross-entropy", "ppo-ratio-3", "smoothed", "tied", "clipped-by-group", "bfloat16-weights", "value-head")
-QUICK = ("cross-entropy", "clipped", "distilled", "value-head")
-SLOW = ("tied", "ppo-ratio-1", "chunked", "clipped-by-group", "bfloat16-weights")
-"""Others hold what these do: on two ranks, as a model's kind, or with a part of the loss more."""
-FEW_QUICK = [
-    pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow if kind in SLOW else pytest.mark.full)
-    for kind in KINDS
+QUICK = ("Loss", "ClippedByGroup", "DistilledKept", "Valued")
+SLOW = ("Tied", "Ppo")
+"""These are run on two ranks, or as part of another loss."""
+NAMES = [name for name, kind in vars(losses).items() if isinstance(kind, type) and issubclass(kind, losses.Loss)]
+ALONE = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.full)
+    for name in NAMES
 ]
-DEFAULT = (("ddp", "clipped-by-group"), ("fsdp2", "ppo-ratio-3"), ("fsdp1", "tied"))
+DEFAULT = (("ddp", "ClippedByGroup"), ("fsdp2", "PpoFar"), ("fsdp1", "Tied"), ("fsdp1", "ClippedByLargest"))
+LAYERED = ("Loss", "PpoFar", "Smoothed", "Tied", "ClippedByGroup", "ClippedByLargest", "Bfloat16Weights", "Valued")
 ON_RANKS = [
-    pytest.param("fsdp1", "clipped-by-largest", marks=pytest.mark.full),
-    *(
-        pytest.param(layout, kind, marks=pytest.mark.full if (layout, kind) in DEFAULT else pytest.mark.slow)
-        for layout in ("ddp", "fsdp2", "fsdp1")
-        for kind in LAYERED
-        if (layout, kind) != ("fsdp1", "clipped-by-group")  # it has one clip for all
-    ),
+    pytest.param(layout, name, marks=pytest.mark.full if (layout, name) in DEFAULT else pytest.mark.slow)
+    for layout in losses.LAYOUTS
+    for name in LAYERED
+    if (layout, name) != ("fsdp1", "ClippedByGroup")  # it has one clip for all
 ]
 
 
-def check(kind, found):
-    assert (found.named, found.innocents) == (found.planted, 0), found
-    if math.isnan(found.error):
-        assert kind in WITHOUT_CERTIFICATE and "was not searched" in found.said and found.taken == "skip"
-        return
-    assert found.verdict == "explained" and found.is_within and found.taken == "mask", found
-    assert found.error < (5e-3 if kind in HALF else 1e-4) and found.apart < (5e-3 if kind in HALF else 1e-5), found
+@pytest.mark.parametrize("name", ALONE)
+def test_a_loss(tmp_path, name):
+    check_alone(getattr(losses, name), tmp_path)
 
 
-@pytest.mark.parametrize("kind", FEW_QUICK)
-def test_planted_tokens_are_named_without_logits_gradients(kind):
-    check(kind, measure(kind, 1, keeps=("not kept",))["not kept"])
+def run(layout: str, name: str, **given: object) -> dict:
+    return losses.in_layout(layout, name)(**given).run().result()
 
 
-@pytest.mark.parametrize("kind", ["distilled", "bfloat16-weights"])
-def test_planted_tokens_are_named_with_logits_gradients(kind):
-    found = measure(kind, 1, keeps=("kept",))["kept"]
-    check(kind, found)
-    assert found.apart == 0.0
+@pytest.mark.parametrize(("layout", "name"), ON_RANKS)
+def test_a_loss_on_two_ranks(bare_world, tmp_path, layout, name):
+    kind: type[Kind] = getattr(losses, name)
 
+    def on_ranks(**given):
+        return bare_world.run("tests.watch.test_losses.run", layout=layout, name=name, **given)
 
-@pytest.mark.parametrize(("layout", "kind"), ON_RANKS)
-def test_planted_tokens_are_named_on_two_ranks(bare_world, layout, kind):
-    found, _ = bare_world.run("tests.watch.any_loss.measure", kind=kind, seed=1, layout=layout, keeps=("not kept",))
-    check(kind, found["not kept"])
+    check(kind, on_ranks, tmp_path)
