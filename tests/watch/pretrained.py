@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct with the interface of :mod:`tests.toy_model`, and text for it. Needs transformers."""
+"""SmolLM2-135M-Instruct with the interface of :mod:`tests.toy_model`. Needs transformers."""
 
 import sys
 from pathlib import Path
@@ -33,12 +33,3 @@ class Pretrained(torch.nn.Module):
 def folder(cache: Path) -> Path:
     """Return the model's folder, which is fetched if need be."""
     return build.build(cache, lambda line: print(line, file=sys.stderr)) / "model"
-
-
-def text(model: Path) -> torch.Tensor:
-    """Return Python's language reference as token ids."""
-    from pydoc_data.topics import topics
-
-    from transformers import AutoTokenizer
-
-    return torch.tensor(AutoTokenizer.from_pretrained(model)("\n".join(topics.values()))["input_ids"])

@@ -12,7 +12,10 @@ import torch
 import gradloc
 from gradloc import token_log_probs
 from gradloc.watch.forwarded import frozen
+from lab.experiments.environment import CACHE
+from tests.detached import let_through
 from tests.toy_model.model import build
+from tests.watch import pretrained
 from tests.watch.loops import PLANT, SPIKE, TAU, WORTH, Loop, T, batches, flat, train
 from tests.watch.test_harmless import named
 from tests.world import DEVICE
@@ -169,12 +172,66 @@ class Divided(Loop):
         super().take_step()
 
 
+class Grpo(Loop):
+    """The surrogate, with what the loop knows of its tokens."""
+
+    def micro_batch(self, x, mask, weight):
+        with torch.no_grad():
+            old = self.forward(x)
+        now = self.log_probs(x, mask, advantages=weight, old_log_probs=old)
+        (-(weight * (now - old).exp() * mask).sum() / 96).backward()
+
+
+class Distilled(Loop):
+    """The squared distance from a teacher's log-prob; the planted token's is far."""
+
+    most = 100.0
+
+    def micro_batch(self, x, mask, weight):
+        self.of_gap((-4.0 - self.log_probs(x, mask)) * weight.clamp(max=self.most) * mask)
+
+    def of_gap(self, gap):
+        (gap.square().sum() / 96).backward()
+
+
+class DistilledK3(Distilled):
+    """Schulman's estimate of the divergence from it."""
+
+    most = 12.0
+
+    def of_gap(self, gap):
+        ((gap.exp() - 1 - gap).sum() / 96).backward()
+
+
+class Dpo(Loop):
+    """Preference pairs, both halves in one forward; the planted token's log-prob counts for many."""
+
+    def micro_batch(self, x, mask, weight):
+        kept, now = weight != 0, self.log_probs(x, mask)
+        gain = (let_through(kept, now) - now.detach()) * weight.masked_fill(~kept, WORTH) * mask
+        chosen, rejected = gain.sum(-1)
+        (-torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)) / 4).backward()
+
+
 KINDS = [Varying, Ungraphed, Double, Evaluating, Failing, Dropping, Late, Smoothed, Undeclared, Divided]
+KINDS += [Grpo, Distilled, DistilledK3, Dpo]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_a_loop_may_do(kind, tmp_path):
     both(kind, tmp_path)
+
+
+@pytest.mark.slow
+def test_so_it_is_on_a_pretrained_model(tmp_path):
+    folder = pretrained.folder(CACHE)
+
+    class OnPretrained(Loop):
+        def __init__(self, *given, **more):
+            more["trigger"] = {"tau": 800.0}
+            super().__init__(*given, model=pretrained.Pretrained(folder), **more)
+
+    both(OnPretrained, tmp_path)
 
 
 def test_several_optimizer_steps_on_a_batch(tmp_path):
