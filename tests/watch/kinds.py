@@ -701,6 +701,46 @@ class Graph(OfOwn):
         return self.model(ids).unflatten(0, ids.shape)
 
 
+class Ctc(OfOwn):
+    """A head behind dropout, on a waveform."""
+
+    needs = ("transformers",)
+
+    def build(self):
+        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+        small = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": H, "mask_time_prob": 0.0}
+        small |= {"num_feat_extract_layers": 1, "conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (4,)}
+        small |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+        return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=VOCABULARY, hidden_size=H, **small)).train()
+
+    def logits(self, ids):
+        return self.model(ids.float().repeat_interleave(4, 1) / VOCABULARY).logits
+
+
+class Pictures(OfOwn):
+    """A convolution's output (B, C, H, W): a row is one position."""
+
+    named = [(PLANT[0], 0)]
+
+    class made(nn.Sequential):  # noqa: N801
+        def __init__(self):
+            super().__init__(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+
+    def loss(self, ids, weight):
+        pictures = ids[:, None, None, 1:].float().expand(-1, 1, T, -1) / VOCABULARY
+        classes = ids[:, 1:, None].expand(-1, -1, T) % 4
+        losses = F.cross_entropy(self.model(pictures), classes, reduction="none")
+        return (losses.mean((1, 2)) * weight.prod(1)).mean()
+
+
+class Double(OfOwn):
+    """In float64."""
+
+    def build(self):
+        return super().build().double()
+
+
 class Heads(OfOwn):
     """Two heads on one hidden state: the next token, and the one after (MTP). A position has both losses."""
 
@@ -715,23 +755,6 @@ class Heads(OfOwn):
     def loss(self, ids, weight):
         first, second = self.model(ids[:, :-1])
         return weighted(first, ids[:, 1:], weight) + 0.3 * weighted(second[:, :-1], ids[:, 2:], weight[:, :-1])
-
-
-class Valued(OfOwn):
-    """A value head on the same hidden state."""
-
-    class made(Own):  # noqa: N801
-        def begin(self):
-            self.value = nn.Linear(H, 1)
-
-        def forward(self, ids):
-            hidden = self.hidden(ids)
-            return self.head(hidden), self.value(hidden).squeeze(-1)
-
-    def loss(self, ids, weight):
-        logits, values = self.model(ids[:, :-1])
-        off = ((values - 1.0).square() * (weight != 0)).sum() / (ROWS * T)
-        return weighted(logits, ids[:, 1:], weight) + 0.1 * off
 
 
 class Held(Kind):
@@ -763,13 +786,6 @@ class HeldValued(Kind):
         logits, values = self.model(ids[:, :-1])
         off = ((values - 1.0).square() * (weight != 0)).sum() / (ROWS * T)
         return weighted(logits, ids[:, 1:], weight) + 0.1 * off
-
-
-class HeldValuedRecovered(HeldValued):
-    """The same, with dL/dlogits recovered from dL/dh: the head's gradient is rounded otherwise."""
-
-    is_exact = False
-    settings = {"keep_gb": 0.0}
 
 
 class Rounded(nn.Module):

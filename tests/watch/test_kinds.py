@@ -270,65 +270,6 @@ def test_a_parameter_outside_of_the_forward_that_made_the_spike_hides_no_token(t
     assert "the gradient of log_variance" in event["certificate"]["reason"]
 
 
-def test_a_head_behind_dropout_is_found(tmp_path):
-    transformers = pytest.importorskip("transformers")
-
-    class Ctc(kinds.OfOwn):
-        def build(self):
-            config = transformers.Wav2Vec2Config(
-                vocab_size=kinds.VOCABULARY,
-                hidden_size=kinds.H,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=kinds.H,
-                conv_dim=(8,),
-                conv_stride=(4,),
-                conv_kernel=(4,),
-                num_feat_extract_layers=1,
-                num_conv_pos_embeddings=4,
-                num_conv_pos_embedding_groups=2,
-                mask_time_prob=0.0,
-            )
-            return transformers.Wav2Vec2ForCTC(config).train()
-
-        def logits(self, ids):
-            return self.model(ids.float().repeat_interleave(4, 1) / kinds.VOCABULARY).logits
-
-    Ctc(tmp_path).run()
-    (event,) = events_in(tmp_path)
-    assert named(event) == [kinds.PLANT] and event["certificate"]["verdict"] == "explained"
-
-
-class Pictures(kinds.OfOwn):
-    """A convolution's output (B, C, H, W): a row is one position."""
-
-    named = [(kinds.PLANT[0], 0)]
-
-    class made(torch.nn.Sequential):  # noqa: N801
-        def __init__(self):
-            super().__init__(torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3, padding=1))
-
-    def loss(self, ids, weight):
-        pictures = ids[:, None, None, 1:].float().expand(-1, 1, kinds.T, -1) / kinds.VOCABULARY
-        classes = ids[:, 1:, None].expand(-1, -1, kinds.T) % 4
-        losses = torch.nn.functional.cross_entropy(self.model(pictures), classes, reduction="none")
-        return (losses.mean((1, 2)) * weight.amax(1)).mean()
-
-
-class Double(kinds.OfOwn):
-    def build(self):
-        return super().build().double()
-
-
-@pytest.mark.parametrize("kind", [Pictures, Double])
-def test_a_model_of_another_shape_or_precision_is_searched(tmp_path, caplog, kind):
-    stock, watched = kind().run().result(), kind(tmp_path).run().result()
-    assert not differing([watched], [stock], "weights")
-    (event,) = events_in(tmp_path)
-    assert named(event) == kind.named and event["certificate"]["verdict"] == "explained"
-    assert event["fault"]["at"] == "batch" and "cannot be followed" not in caplog.text
-
-
 def test_sparse_gradients_are_refused_with_a_sentence(tmp_path, caplog):
     class Sparse(kinds.OfOwn):
         def build(self):

@@ -82,14 +82,6 @@ class Ungraphed(Loop):
         super().take_step()
 
 
-class Double(Loop):
-    """A model in float64."""
-
-    def __init__(self, *given, **more):
-        super().__init__(*given, **more)
-        self.model.double()
-
-
 class Evaluating(Loop):
     """Evaluation in between, and what has no graph or no backward."""
 
@@ -163,15 +155,6 @@ class Undeclared(Smoothed):
     is_given = False
 
 
-class Divided(Loop):
-    """Gradients are multiplied after the backward."""
-
-    def take_step(self):
-        for param in self.model.parameters():
-            param.grad.mul_(0.5)
-        super().take_step()
-
-
 class Grpo(Loop):
     """The surrogate, with what the loop knows of its tokens."""
 
@@ -213,7 +196,7 @@ class Dpo(Loop):
         (-torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)) / 4).backward()
 
 
-KINDS = [Varying, Ungraphed, Double, Evaluating, Failing, Dropping, Late, Smoothed, Undeclared, Divided]
+KINDS = [Varying, Ungraphed, Evaluating, Failing, Dropping, Late, Smoothed, Undeclared]
 KINDS += [Grpo, Distilled, DistilledK3, Dpo]
 
 
