@@ -2,6 +2,8 @@
 """Whoever is over the threshold is named, and nobody under a tenth of it: in mixtures, and in bfloat16 throughout.
 What a search may cost, and how it ends."""
 
+import math
+
 import pytest
 import torch
 
@@ -46,6 +48,14 @@ CASES = {
 }
 
 
+HALF = {"dtype": "bfloat16", "masters": "bfloat16"}
+HOW = {
+    "float32, of which the norm overflows": ({(3, 5): 1e22}, {"said": math.inf}),
+    "bfloat16 where a kernel takes no float32": (CASES["three"], {"dtype": "bfloat16", "refuses": True}),
+    "bfloat16 throughout": (CASES["three"], HALF),
+}
+
+
 def check(found, plants):
     assert found["places"] == sorted(plants)
     assert found["verdict"] == "explained"
@@ -54,30 +64,20 @@ def check(found, plants):
 
 @pytest.mark.parametrize("plants", list(CASES.values())[:2], ids=list(CASES)[:2])
 def test_they_are_named_in_half_precision_alone_where_a_kernel_takes_no_float32(plants):
-    found = search_planted("plain", plants, "bfloat16", masters="bfloat16", refuses=True)
-    assert found["places"] == sorted(plants) and found["verdict"] == "explained" and found["restored"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_so_are_they_on_two_ranks_that_both_hear_of_it(bare_world, layout):
-    given = {"layout": layout, "plants": CASES["three"], "dtype": "bfloat16", "refuses": True}
-    found, other = bare_world.run("tests.toy_model.scenarios.search_planted", **given)
-    assert found["places"] == other["places"] == sorted(CASES["three"]) and found["verdict"] == "explained"
-    assert found["restored"] and other["restored"] and found["cost"] == other["cost"]
+    check(search_planted("plain", plants, refuses=True, **HALF), plants)
 
 
 @pytest.mark.parametrize("plants", CASES.values(), ids=CASES)
 def test_culprits_are_named_where_even_weights_and_gradients_are_in_half_precision(plants):
-    check(search_planted("plain", plants, "bfloat16", masters="bfloat16"), plants)
+    check(search_planted("plain", plants, **HALF), plants)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_so_are_they_where_these_are_sharded(bare_world, layout):
-    plants = CASES["three"]
-    where = {"layout": layout, "plants": plants, "dtype": "bfloat16", "masters": "bfloat16"}
-    found, other = bare_world.run("tests.toy_model.scenarios.search_planted", **where)
+@pytest.mark.parametrize(("plants", "how"), HOW.values(), ids=HOW)
+def test_so_are_they_on_two_ranks_that_find_the_same(bare_world, layout, plants, how):
+    given = {"layout": layout, "plants": plants, **how}
+    found, other = bare_world.run("tests.toy_model.scenarios.search_planted", **given)
     check(found, plants)
     assert found == other
 

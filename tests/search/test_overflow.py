@@ -49,16 +49,6 @@ def test_so_is_one_beside_another_whose_loss_is_not_finite_at_all():
     assert found["cost"] <= 12 * NUM_MICRO_BATCHES
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
-def test_so_is_one_of_either_rank_s(bare_world, layout):
-    found, other = bare_world.run(
-        "tests.toy_model.scenarios.search_planted", layout=layout, plants={(3, 5): 1e22}, said=math.inf
-    )
-    assert found == other
-    assert found["places"] == [(3, 5)] and found["verdict"] == "explained" and found["restored"]
-
-
 @pytest.mark.parametrize("factor", [1e21, 1e23])
 def test_no_token_is_named_of_a_batch_that_is_scaled_as_a_whole(factor):
     healthy = random_batch(build("tiny"), rows=4, length=8, seed=1)
