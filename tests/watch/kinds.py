@@ -39,10 +39,15 @@ POISON, POISON_TIMES = VOCABULARY - 1, 1000.0
 TAU = {"trigger": {"tau": 20.0}}
 
 
-def llama(**given: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def transformers_model(name: str, task: str = "CausalLM", **config: Any) -> Any:
+    """Return a model of this name, made for this task."""
+    import transformers
 
-    return LlamaForCausalLM(LlamaConfig(**sizes(**given)))
+    return getattr(transformers, f"{name}For{task}")(getattr(transformers, f"{name}Config")(**config))
+
+
+def llama(**given: Any) -> Any:
+    return transformers_model("Llama", **sizes(**given))
 
 
 def sizes(**given: Any) -> dict[str, Any]:
@@ -235,18 +240,14 @@ class Mixtral(Inside):
     """A router's balancing loss, in the loss inside of the model."""
 
     def build_plain(self):
-        from transformers import MixtralConfig, MixtralForCausalLM
-
         routed = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-        return MixtralForCausalLM(MixtralConfig(**sizes(**routed), router_aux_loss_coef=0.1))
+        return transformers_model("Mixtral", **sizes(**routed), router_aux_loss_coef=0.1)
 
 
 class Qwen3Moe(Inside):
     def build_plain(self):
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
         routed = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "moe_intermediate_size": 16}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes(**routed, head_dim=8), router_aux_loss_coef=0.1))
+        return transformers_model("Qwen3Moe", **sizes(**routed, head_dim=8), router_aux_loss_coef=0.1)
 
 
 class Routed(nn.Module):
@@ -295,10 +296,9 @@ class ListedBalance(KeptBalance):
 
 class T5(Kind):
     def build(self):
-        from transformers import T5Config, T5ForConditionalGeneration
-
         small = {"vocab_size": VOCABULARY, "d_model": H, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        return T5ForConditionalGeneration(T5Config(**small, decoder_start_token_id=0, dropout_rate=0.1)).train()
+        small |= {"decoder_start_token_id": 0, "dropout_rate": 0.1}
+        return transformers_model("T5", "ConditionalGeneration", **small).train()
 
     def loss(self, ids, weight):
         labels = ids[:, 1:].contiguous()
@@ -309,9 +309,7 @@ class Bert(Kind):
     """Masked words, with dropout."""
 
     def build(self):
-        from transformers import BertConfig, BertForMaskedLM
-
-        return BertForMaskedLM(BertConfig(**sizes(hidden_dropout_prob=0.1))).train()
+        return transformers_model("Bert", "MaskedLM", **sizes(hidden_dropout_prob=0.1)).train()
 
     def loss(self, ids, weight):
         labels = ids[:, 1:]
@@ -322,20 +320,15 @@ class Bert(Kind):
 
 class Mamba(Kind):
     def build(self):
-        from transformers import MambaConfig, MambaForCausalLM
-
         small = {"vocab_size": VOCABULARY, "hidden_size": H, "num_hidden_layers": 2, "state_size": 4}
-        return MambaForCausalLM(MambaConfig(**small, time_step_rank=2, pad_token_id=0))
+        return transformers_model("Mamba", **small, time_step_rank=2, pad_token_id=0)
 
 
 class Opt(Kind):
     """Its forward calls a part of its body, and not the body; h is projected."""
 
     def build(self):
-        from transformers import OPTConfig, OPTForCausalLM
-
-        given = {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.1}
-        return OPTForCausalLM(OPTConfig(**sizes(**given))).train()
+        return transformers_model("OPT", **sizes(ffn_dim=24, word_embed_proj_dim=8, dropout=0.1)).train()
 
 
 class Llava(Kind):
@@ -344,13 +337,13 @@ class Llava(Kind):
     named = [(PLANT[0], PLANT[1] + 4)]
 
     def build(self):
-        from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+        from transformers import CLIPVisionConfig, LlamaConfig
 
         heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
         vision = CLIPVisionConfig(hidden_size=H, intermediate_size=24, image_size=8, patch_size=4, **heads)
         parts = {"vision_config": vision, "text_config": LlamaConfig(**sizes())}
-        config = LlavaConfig(**parts, image_token_index=POISON, vision_feature_layer=-1)
-        return LlavaForConditionalGeneration(config)
+        parts |= {"image_token_index": POISON, "vision_feature_layer": -1}
+        return transformers_model("Llava", "ConditionalGeneration", **parts)
 
     def logits(self, ids):
         places = torch.full((len(ids), 4), POISON)
@@ -372,10 +365,7 @@ class Gemma2(Kind):
     """The final logits are capped."""
 
     def build(self):
-        from transformers import Gemma2Config, Gemma2ForCausalLM
-
-        config = Gemma2Config(**sizes(head_dim=8, sliding_window=8), final_logit_softcapping=3.0)
-        return Gemma2ForCausalLM(config)
+        return transformers_model("Gemma2", **sizes(head_dim=8, sliding_window=8), final_logit_softcapping=3.0)
 
 
 class Tail(Kind):
@@ -707,12 +697,10 @@ class Ctc(OfOwn):
     needs = ("transformers",)
 
     def build(self):
-        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
         small = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": H, "mask_time_prob": 0.0}
         small |= {"num_feat_extract_layers": 1, "conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (4,)}
         small |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-        return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=VOCABULARY, hidden_size=H, **small)).train()
+        return transformers_model("Wav2Vec2", "CTC", vocab_size=VOCABULARY, hidden_size=H, **small).train()
 
     def logits(self, ids):
         return self.model(ids.float().repeat_interleave(4, 1) / VOCABULARY).logits

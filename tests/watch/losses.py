@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from tests.detached import let_through
 from tests.watch import kinds
-from tests.watch.kinds import ROWS, VOCABULARY, WORTH, H, T, plain, sizes, weighted
+from tests.watch.kinds import ROWS, VOCABULARY, WORTH, H, T, plain, sizes, transformers_model, weighted
 
 TAU = {"trigger": {"tau": 200.0}}
 TEACHER = 2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
@@ -189,7 +189,7 @@ class RewardPair(Loss):
     named = [(2, T - 1), (3, T - 1)]
 
     def build(self):
-        return LlamaForSequenceClassification(LlamaConfig(**sizes(num_labels=1)))
+        return transformers_model("Llama", "SequenceClassification", **sizes(num_labels=1))
 
     def loss(self, ids, weight):
         chosen, rejected = (self.model(input_ids=row[None, :-1]).logits.float().squeeze() for row in ids)

@@ -11,8 +11,8 @@ from tests.watch import loops
 from tests.world import World
 from tests.world.events import events_in
 
-ONCE = ("ddp-once", "fsdp2-once", "fsdp1-once")
 MORE = [("ddp", "bfloat16"), ("ddp", "float16"), ("fsdp2", "float32"), ("fsdp2", "float16")]
+MORE += [(f"{layout}-once", "float32") for layout in ("ddp", "fsdp2", "fsdp1")]
 
 
 def named(event: dict[str, Any]) -> list[tuple[int, int]]:
@@ -51,18 +51,12 @@ def test_in_one_process(tmp_path, precision):
     [
         ("ddp", "float32"),
         ("fsdp2", "bfloat16"),
+        ("fsdp1", "float32"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )
 def test_on_two_ranks(bare_world: World, tmp_path, layout, precision):
-    check(on(bare_world), tmp_path, layout=layout, precision=precision)
+    def run(**given: Any) -> list[dict[str, Any]]:
+        return bare_world.run("tests.watch.loops.train", **given)
 
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["fsdp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ONCE)])
-def test_on_two_ranks_in_other_ways(bare_world: World, tmp_path, layout):
-    check(on(bare_world), tmp_path, layout=layout)
-
-
-def on(world: World) -> Any:
-    return lambda **given: world.run("tests.watch.loops.train", **given)
+    check(run, tmp_path, layout=layout, precision=precision)

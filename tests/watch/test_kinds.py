@@ -27,7 +27,7 @@ RANKED = [each for each in OF_ALL if issubclass(each, kinds.Ranked) and each is 
 ALONE = [each for each in OF_ALL if not issubclass(each, kinds.Ranked)]
 SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers, kinds.LightningByValue}
 SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.Scaled, kinds.Replicated}
-SLOW |= {kinds.ReplicatedLater, kinds.ShardedFlat, kinds.CompiledOwn, kinds.ShardedHead, kinds.ShardedOffloaded}
+SLOW |= {kinds.ShardedFlat, kinds.CompiledOwn, kinds.ShardedHead, kinds.ShardedOffloaded}
 pytestmark = pytest.mark.full
 
 

@@ -102,14 +102,10 @@ def test_ten_updates_of_which_one_rank_skips_one(bare_world, tmp_path):
     assert event["cause"]["label"] == "replicas_differ" and not event["culprits"]
 
 
-def test_abort_reaches_every_rank_before_the_step(bare_world, tmp_path):
-    first, second = on(bare_world, tmp_path, action="abort")
+def test_abort_reaches_every_rank_before_the_step_and_behind_the_event_on_disk(bare_world, tmp_path):
+    first, second = on(bare_world, tmp_path, action="abort", late_s=6.0)
     assert first["trained"] == second["trained"] == 2
     assert "(action=abort). One token made the step-3 spike" in first["ended"] and "first process" in second["ended"]
-
-
-def test_abort_ends_no_rank_before_the_event_is_on_disk(bare_world, tmp_path):
-    _, second = on(bare_world, tmp_path, action="abort", late_s=6.0)
     assert second["ended"].endswith("1 events on disk"), "a launcher would end the first process, which writes it"
 
 
@@ -188,20 +184,3 @@ def test_a_model_that_no_rank_shares_is_not_watched(bare_world, tmp_path):
     for each in bare_world.run("tests.watch.test_ranks.unshared", folder=str(tmp_path)):
         assert each == {"trained": 4, "is_off": 3}
     assert events_in(tmp_path) == []
-
-
-def wrapped_later(folder: str, action: str = "observe") -> dict[str, Any]:
-    """A watch is made around the plain model, and DDP after it, as Trainers do."""
-    torch.manual_seed(7)
-    model = model_of("plain", dropout=0.1)
-    watch = gradloc.Watch(model, folder=folder, action=action, **TAU) if folder else None
-    made = Loop("", layout="ddp", model=torch.nn.parallel.DistributedDataParallel(model)).run()
-    return {"weights": flat(made.model), "number": watch.number if watch else 0}
-
-
-def test_a_model_that_is_wrapped_later_is_watched_through_its_wrapper(bare_world, tmp_path):
-    watched = bare_world.run("tests.watch.test_ranks.wrapped_later", folder=str(tmp_path))
-    stock = bare_world.run("tests.watch.test_ranks.wrapped_later", folder="")
-    assert all(torch.equal(one["weights"], other["weights"]) for one, other in zip(watched, stock, strict=True))
-    (event,) = events_in(tmp_path)
-    assert event["step"]["global_step"] == SPIKE and event["certificate"]["verdict"] == "explained"
