@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
+from operator import le
 
-from .grammars import ALONE, NOT_TRAINING, Grammar
+from .grammars import ALONE, EPOCH, NOT_TRAINING, Grammar
 from .names import is_norm, is_training_loss
 from .pairs import PAIRS, behind, pairs
 from .recording import Row
@@ -40,7 +41,7 @@ class Guessed(Grammar):
         self._kept: dict[tuple, dict[str, list[tuple[list[float], dict[str, float]]]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        """By what lines say of a step, and the number of their counts, then by process: counts, and values."""
+        """By the names of what is trained for, and whether each count is an epoch, then by process: counts, and values."""
         self.num_kept = 0
         self._unfinite: list[tuple] = []
         """The keys of lines with a norm or a loss that is not finite, where a line holds nothing but metrics."""
@@ -77,10 +78,12 @@ class Guessed(Grammar):
             # what comes behind the metrics may be in some lines only
             free = [at for at in free if at.start() < begin] or free
             if named and not _NO_ROW.search(line, 0, named[0][0]):
-                self._kept[wanted, len(free)][process].append(([float(at[1]) for at in free], values))
+                epochs = {each.start(1) for each in EPOCH.finditer(line)}
+                key = wanted, tuple(at.start(1) in epochs for at in free)
+                self._kept[key][process].append(([float(at[1]) for at in free], values))
                 self.num_kept += 1
                 if not all(isfinite(values[name]) for name in wanted) and (len(values) > 2 or ALONE.fullmatch(line)):
-                    self._unfinite.append((wanted, len(free)))
+                    self._unfinite.append(key)
 
     def resolve(self) -> None:
         """Make rows of the lines that are most, where a count says their step; lines with a norm or a training loss
@@ -101,7 +104,9 @@ class Guessed(Grammar):
                 *([row[name] for row in values] for name in shared),
             ]
             has_count = len(lines) > 1 and most[1]
-            rows = _placed(columns, values) if has_count or len(lines) >= _FEWEST else []
+            rows, at = _placed(columns, values) if has_count or len(lines) >= _FEWEST else ([], 0)
+            if rows and [*most[1], *(name.lower() in ("epoch", "ep") for name in shared)][at]:
+                self.unit = "epoch"
             is_main = any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
             if not rows and len(lines) >= 2 * _FEWEST and (is_main or any(map(is_norm, most[0]))):
                 self.unit = "row"
@@ -116,18 +121,21 @@ class Guessed(Grammar):
             self.unit, self.rows[process] = "row", [(at, values) for at, (_, values) in enumerate(lines, 1)]
 
 
-def _placed(columns: Sequence[Sequence[float]], values: Sequence[dict[str, float]]) -> list[Row]:
-    """Return rows at the steps of the column that rises, and with the epoch where it begins anew with each of one."""
-    whole = [column for column in columns if all(count.is_integer() for count in column)]
-    steady = [column for column in whole if all(a <= b for a, b in pairwise(column)) and len(set(column)) > 1]
-    for step in whole:
+def _placed(columns: Sequence[Sequence[float]], values: Sequence[dict[str, float]]) -> tuple[list[Row], int]:
+    """Return rows at the steps of the column that rises, with the epoch where it begins anew with each of one, and the
+    column's place; no rows where none rises.
+    """
+    whole = {at: column for at, column in enumerate(columns) if all(count.is_integer() for count in column)}
+    steady = [column for column in whole.values() if all(map(le, column, column[1:])) and len(set(column)) > 1]
+    for place, step in whole.items():
         moves = Counter((b > a) - (b < a) for a, b in pairwise(step))
         if 8 * moves[1] < len(step) - 1 or 2 * moves[-1] > moves[1] or not moves[1]:
             continue
         for epoch in steady if moves[-1] else ():
             steps = pairwise(zip(epoch, step, strict=True))
             if all((a[0] < b[0]) == (a[1] >= b[1]) for a, b in steps):
-                return [(int(at), {**row, "epoch": of}) for at, of, row in zip(step, epoch, values, strict=True)]
+                rows = [(int(at), {**row, "epoch": of}) for at, of, row in zip(step, epoch, values, strict=True)]
+                return rows, place
         if 10 * moves[-1] <= moves[1]:
-            return [(int(at), row) for at, row in zip(step, values, strict=True)]
-    return []
+            return [(int(at), row) for at, row in zip(step, values, strict=True)], place
+    return [], 0

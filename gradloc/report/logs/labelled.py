@@ -203,9 +203,15 @@ class Labelled(Grammar):
     def count_through_epochs(self) -> str:
         """Count the batches of epochs of one length through the run, and say so in a sentence; empty where none are.
 
-        Of rows that say a place and others that say a step the fewer are left out.
+        Of rows that say a place and others that say a step the fewer are left out. Where batches go back within an
+        epoch whose length is unknown, rows are named by their places.
         """
         said = ""
+        if self._num_back:
+            self.unit = "row"
+            for process, rows in self.rows.items():
+                self.rows[process] = [(at, values) for at, (_, values) in enumerate(rows, 1)]
+            return said
         for process, lengths in self.lengths.items():
             rows, known = self.rows[process], [*lengths.values()]
             if process not in self._placed:
@@ -245,9 +251,14 @@ class Labelled(Grammar):
         return said
 
     @property
-    def goes_back(self) -> bool:
-        """Whether batches go back within an epoch whose length is not known: then they are no steps."""
-        return any(
+    def is_out_of_order(self) -> bool:
+        """Whether batches often go back within an epoch, as no resume leaves them."""
+        return 10 * self._num_back > sum(map(len, self.rows.values()))
+
+    @property
+    def _num_back(self) -> int:
+        """How often batches go back within an epoch whose length is unknown, as after a resume."""
+        return sum(
             later[0] < row[0] and later[1].get("epoch") == row[1].get("epoch")
             for process, lengths in self.lengths.items()
             if not any(lengths.values())

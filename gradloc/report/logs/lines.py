@@ -227,7 +227,7 @@ class _Reader:
 
     def best(self, name: str) -> Grammar:
         """Return the grammar that has read the most; raise ReportError where its rows would get wrong steps."""
-        is_out_of_order, self.counted = self.labelled.goes_back, self.labelled.count_through_epochs()
+        is_out_of_order, self.counted = self.labelled.is_out_of_order, self.labelled.count_through_epochs()
         best, guessed = max(self.grammars, key=_amount), self.guessed
         is_little = 4 * _amount(best)[1] < guessed.num_kept and not best.num_norms
         if is_little or 2 * best.num_norms < self.num_seen > 8:

@@ -49,7 +49,10 @@ _OF_REWARD = {*"mean avg average total raw task all env ep episode episodic".spl
 """Words that a reward's name may have next to one of these; any other says that it is a part or a spread of it."""
 LOSS = "actor/pg_loss"
 _PERPLEXITY = {"ppl", "perplexity"}
-_LOSS = re.compile(r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|mse)(?:_|$)|^l_(?!r)[a-z]")
+_LOSS = re.compile(
+    r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|mse|smooth_?l1)(?:_|$)|^l_(?!r)[a-z]"
+    r"|^[dg]_(?:a|b|gan|l1|real|fake)$|^(?:cycle|idt)_[ab]$"  # pix2pix' and CycleGAN's
+)
 _NO_LOSS = re.compile(
     r"(?<![a-z])(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
     r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"

@@ -53,7 +53,8 @@ _BEFORE = re.compile(
 _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
 OF_TRAINING = re.compile(
-    r"(?<!min_)loss(?!_scale_window)|\bl_[a-z]|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity|\bppl\b",
+    r"(?<!min_)loss(?!_scale_window)|\bl_[a-z]|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity|\bppl\b"
+    r"|smooth_?l1",
     re.IGNORECASE,
 )
 """Names of what training is about."""

@@ -526,6 +526,11 @@ def _blown_up(metrics: Metrics) -> Sign | None:
 def course(known: Sequence[tuple[int, float]]) -> str:
     """Describe a loss in which nothing was found by a clause on its largest climb or jump, if it has one."""
     values = [value for _, value in known]
+    low, high = min(values), max(values)
+    if high - low < abs(high) / 100:
+        least, most = number(low, 3), number(high, 3)
+        span = f"about {least}" if least == most else f"between {least} and {most}"
+        return f", and hardly moved: all its {plural(len(known), 'value')} are {span}."
     scale = scaled(values)
     climbed, jump = climb(scale), peak(scale)
     was = median(values[jump.at - NEAR : jump.at]) if jump else 0.0

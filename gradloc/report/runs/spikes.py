@@ -17,7 +17,7 @@ from statistics import linear_regression, median
 from ...explain.numbers import number
 from ...explain.text import plural
 from ...trigger import AdaptiveThreshold
-from ..logs.names import is_norm, listed
+from ..logs.names import is_norm, is_training_loss, listed
 from ..logs.recording import MEAN, Metrics
 from ..logs.segments import LoggedRun, Segment, is_bookkeeping, surviving
 from .health import ranges
@@ -67,7 +67,8 @@ def missing_norm(metrics: Metrics, name: str) -> str:
             f"{name} has several gradient norms; {odd} stands out the most: {number(peak, 3)} at step {step}, "
             f"{number(peak / usual[odd], 3)} times its median. Name one with --metric: {listed(known)}."
         )
-    others = [own for own in metrics.own_names if not is_bookkeeping(own) and not _NO_NORM.search(own)]
+    named = (own for own in metrics.own_names if not is_bookkeeping(own) and not is_training_loss(own))
+    others = [own for own in named if not _NO_NORM.search(own)]
     if not others:
         return f"{name} logs no gradient norm. If the norm has another name, give it: --metric NAME."
     return f"{name} logs no gradient norm. If one of these is the norm, name it with --metric: {listed(others)}."

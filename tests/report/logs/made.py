@@ -163,7 +163,7 @@ REFUSED = {
     "shifted.csv": ("step,grad_norm\n" + "\n".join(f"{s},{n},1,2" for s, n in NORMS.items()), "2 columns in its head"),
     "cut-by-commas.csv": (f"step,grad_norm\n{CUT_BY_COMMAS}", "in its rows"),
     "cut-norms.csv": ("grad_norm\n" + "\n".join(german(n) for n in NORMS.values()), "in its rows"),
-    "batches.log": (FILES["batches.log"].replace("Epoch 1 Batch 10:", "Epoch 1 Batch 3:"), "batches go back"),
+    "batches.log": ("\n".join(reversed(FILES["batches.log"].splitlines())), "batches go back"),
     "swapped.csv": ("grad_norm,step\n" + "\n".join(f"{s},{n}" for s, n in NORMS.items()), "no whole numbers"),
     "mixed.csv": ('step,grad_norm,loss\n1,"0,49",0.1\n2,"0,48",0.2\n', "one decimal sign"),
     "mixed-values.csv": (
