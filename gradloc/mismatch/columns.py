@@ -107,17 +107,18 @@ def columns(
             raise MismatchError(f"{name} has {len(values)} values, and there are {len(lengths)} rows: give one a row.")
         numbers = np.unique([str(v) for v in values], return_inverse=True)[1] if name == "group" else values
         flat[name] = np.asarray(numbers, np.int64)[row]
+    is_masked = "mask" in flat
     counts = flat.pop("mask", np.ones(len(row), bool))
     made = Columns(row=row, order=row, **flat).only(counts)
-    _check(made)
+    _check(made, is_masked)
     return replace(made, row=np.unique(made.row, return_inverse=True)[1])
 
 
-def _check(made: Columns) -> None:
+def _check(made: Columns, is_masked: bool) -> None:
     if len(made) < FEW:
-        raise TooFewTokensError(
-            f"The response mask leaves {len(made)} tokens, and a verdict needs {FEW}: give more rows, or fix the mask."
-        )
+        given = f"The response mask leaves {len(made)} tokens" if is_masked else f"There are {len(made)} tokens"
+        fix = ", or fix the mask" if is_masked else ""
+        raise TooFewTokensError(f"{given}, and a verdict needs {FEW}: give more rows{fix}.")
     for name, column in (("rollout engine", made.rollout), ("trainer", made.trainer)):
         known = column[np.isfinite(column)]
         if len(known) < len(column) / 2:

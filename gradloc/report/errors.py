@@ -22,14 +22,14 @@ def sentence(error: OSError) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Guess ``: did you mean X?`` from the known word that is most alike; empty where none is.
 
-    An ending that two names share, such as ``.log``, makes them no more alike.
+    The hyphens of options and an ending that two names share, such as ``.log``, make them no more alike.
 
     >>> did_you_mean("trian.log", ["train.log", "x"]), did_you_mean("a.log", ["b.log", "x"])
     (': did you mean train.log?', '')
     """
     near: dict[str, float] = {}
     for name in known:
-        pair = [word, name]
+        pair = [word.lstrip("-"), name.lstrip("-")]
         if name != word and (ending := _ENDING.search(word)) and name.endswith(ending[0]):
             pair = [each.removesuffix(ending[0]) for each in pair]
         near[name] = difflib.SequenceMatcher(None, *pair).ratio()

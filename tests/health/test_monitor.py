@@ -103,7 +103,7 @@ def test_a_line_is_printed_when_the_state_changes_or_a_rule_comes_to_danger(caps
     loud = {CHI2: 500.0}
     assert said(monitor(), capsys, {}, loud, loud, {**loud, KL: 3.0}, {}, {}) == [
         "health: step 2: danger (was healthy). "
-        "mismatch_chi2: rollout_corr/chi2_token, of the policy in the update against the rollout "
+        "mismatch_chi2: rollout_corr/chi2_token, measured between the policy in the update and the rollout "
         "engine, is 500 (limit 100).",
         "health: step 4: danger. policy_kl: actor/ppo_kl is 3 (limit 1). And 1 more reason.",
         "health: step 5: healthy (was danger).",

@@ -143,7 +143,7 @@ def parts(made: EventDocument) -> dict[str, str]:
         "action": re.match(r"Action: (\w+)", sentences[action])[1],
         "shares": facts(first(SHARES, next((block for block in where if "add up" in block), ""))),
         "odd": next((" ".join(pair) for pair in facts_of if pair[2]), ""),
-        "layers": facts(next((block for block in where if block.startswith("Layers")), "")),
+        "layers": facts(next((block for block in where if block.startswith("Gradient norms of layers")), "")),
         "proof": facts(" ".join(sentences[:action])),
         "said": facts(verdict_sentences(made.event)),
         "cause": spoken(cause_of(made.event)),

@@ -141,7 +141,7 @@ def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, capsys):
     write_run(tmp_path, [make_event(cures=[])])
     assert main(["cure", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "For 1 event of this run no setting was tested: a setting that fits its cause" in said
+    assert "No setting was tested for 1 event of this run: running the step again cannot test" in said
     assert main(["cure", str(tmp_path), "--json"]) == 0 and json.loads(capsys.readouterr().out)["measured"] == 0
 
 

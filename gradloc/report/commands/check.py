@@ -261,12 +261,12 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
         return Checked("verl", None, [], str(error), None)
     switched = {"actor_rollout_ref.actor.gradloc.enable": settings.enable, "trainer.health.enable": health}
     on = [key for key, is_on in switched.items() if is_on]
-    why = "what verl refuses, since it is not installed here; the names of GradLoc's settings are right"
+    why = "what verl itself refuses, since verl is not installed here"
     try:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS) as error:  # batch sizes that only verl's defaults say
         plan = f"a size is missing, 0 or no number ({_said(error).rstrip('.')})"
-    return Checked("verl, by its overrides alone", settings, on, "", plan, why)
+    return Checked("a run of verl, read from its overrides alone", settings, on, "", plan, why)
 
 
 def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
@@ -313,6 +313,8 @@ def _costs(args: argparse.Namespace, plan: Plan | str, settings: Any) -> list[tu
             trained = model.adapted(plan.adapters) if plan.adapters else 1.0
             memory = forecast(model, replace(plan.layout, trained=trained), plan.load)
             said += _memory(model, plan, memory, args.card * 2**30)
+            if memory.plan_for(args.card * 2**30) is None:
+                return said  # and there is no search to stall
         except _WRONG_KINDS as error:
             said.append(
                 ("memory", f"not known: a size in the model's config.json is missing, 0 or no number ({error})")
@@ -372,7 +374,7 @@ def _memory(model: Model, plan: Plan, memory: Forecast, card: float) -> list[tup
         moved = f", {memory.seconds(option):.1f} s to pin and move it" if memory.seconds(option) >= 0.05 else ""
         mark = " <- the first plan that fits" if option == chosen else ""
         said.append((f"search {number}", f"{_gib(memory.device(option))} on the device: {what}{host}{moved}{mark}"))
-    none = ("search", "no way fits: the log will say so, and the step be taken as it was")
+    none = ("search", "no plan fits, so a spike is logged without a search, and the step is taken as it was")
     return said if chosen else [*said, none]
 
 
@@ -389,11 +391,12 @@ def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
     searches = most if settings.action.mode in ("mask", "heal") else min(settings.trigger.max_events_per_step, most)
     # the first setting is measured even when time is up
     longest = limit.seconds * (1 + (settings.search.max_cures > 0) / settings.search.max_steps)
-    time = f", {longest * searches:,.0f} s at most" if math.isfinite(longest) else ""
+    time = f"at most {longest * searches:,.0f} s" if math.isfinite(longest) else "not limited"
+    most = "of at most" if searches == 1 else "each of at most"
+    steps, made = plural(plan.optimizer_steps, "optimizer step"), plural(searches, "search")
     return (
-        f"{plural(searches, 'search')} in an update of {plural(plan.optimizer_steps, 'optimizer step')}, "
-        f"each of {limit.most:,.0f} forwards of a micro-batch at most (search.max_steps={settings.search.max_steps:g})"
-        f"{time}; all ranks take part in each forward"
+        f"{time} in an update of {steps}: {made}, {most} {limit.most:,.0f} forwards of a micro-batch "
+        f"(search.max_steps={settings.search.max_steps:g}), in which all ranks take part"
     )
 
 

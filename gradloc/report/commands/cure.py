@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     folder = read_run(args.path, None, None)
     if not folder.events:
         raise ReportError(
-            f"{args.path} has no event, and cure counts which settings heal a run's events: name the folder of a run "
-            "with some."
+            f"{args.path} has no event. cure counts which settings heal a run's events: name the folder of a run in "
+            "which GradLoc recorded some."
         )
     measured = [event for event in folder.events if event.cures]
     if args.json:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if folder.trainer == "loop":
             why = "gradloc.Watch does not know how a loop makes its loss"
         elif any(event.cures is not None for event in folder.events):
-            why = "a setting that fits its cause cannot be tested by running the step again"
+            why = "running the step again cannot test the settings that fit its cause"
         _print_advice(folder, why)
         return 0
     num = len(measured)
@@ -72,7 +72,7 @@ def advice(folder: RunFolder) -> Counter[tuple[str, str]]:
 
 def _print_advice(folder: RunFolder, why: str) -> None:
     console, events = terminal.console(), plural(len(folder.events), "event")
-    console.print(f"For {events} of this run no setting was tested: {why}. What people do about causes like this:")
+    console.print(f"No setting was tested for {events} of this run: {why}. What people do about causes like this:")
     for (do, line), count in advice(folder).most_common():
         console.print(f"- {plural(count, 'event')}: {one_line(do, 120)}")
         console.print(f"    {one_line(line, 300)}", style="cyan", soft_wrap=True)

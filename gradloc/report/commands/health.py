@@ -16,7 +16,7 @@ from .. import output
 from ..errors import ReportError
 from ..logs.names import listed
 from ..pages import terminal
-from ..runs.health import STATES, HealthConfig, RunHealth, judge, ranges
+from ..runs.health import STATES, TOO_SHORT, HealthConfig, RunHealth, judge, ranges
 from ..runs.run import RunFolder, read_run
 from ..runs.spikes import missing_norm
 from . import EXIT_CODES, add_fail_on, add_log_arguments, add_set_argument, assignments, exit_code
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if not healths or not healths[0]:
         first = folder.diagnoses[0] if folder.runs else None
         if first is not None and first.kind and not args.json:  # such as a log of overflows alone
-            said = f"{first.headline} No rule of health reads a metric of this log."
+            said = f"{first.headline} This log has no metric that a rule of health reads."
             terminal.console().print(f"{one_line(folder.name)}: {one_line(said)}")
             return exit_code(args.fail_on, True, True, [STATES[-1]] * first.is_unrecovered)
         why = missing_norm(folder.runs[0].parts[-1], folder.runs[0].name) if folder.runs else ""
@@ -108,21 +108,24 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     console, health = terminal.console(), healths[0]
     name = folder.runs[0].name if len(folder.runs) > 1 else folder.name
     console.print(one_line(name if name.startswith(folder.name) else f"{folder.name}: {name}"), style="bold")
-    is_led = False
+    is_led, headline = False, health.headline
     if not folder.events:
         diagnosis = folder.diagnoses[0]
+        if health.is_too_short and diagnosis.headline.startswith(TOO_SHORT):  # it may name a norm far above the others
+            headline = f"{headline} {diagnosis.headline.partition('. ')[2]}".rstrip()
         has_finding = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
         is_led = diagnosis.is_unrecovered or diagnosis.kind == "unfinite"
         is_led |= bool(diagnosis.kind) and not has_finding  # such as in the rules' warm-up
         if is_led:
             console.print(one_line(f"{diagnosis.headline} Kind: {diagnosis.label}."), style="bold red")
     if health.num_unwell or not is_led:
-        console.print(health.headline)
+        console.print(headline)
     if is_led and diagnosis.advice:
         console.print(one_line(diagnosis.advice))
         if diagnosis.command:
             console.print(f"    {one_line(diagnosis.command)}", style="cyan", soft_wrap=True)
-    console.print(_strip(health))
+    if not health.is_too_short:
+        console.print(_strip(health))
     _print_findings(console, health, folder)
     if spikes := {row.step for row in folder.events.rows} & {
         verdict.step for verdict in health.verdicts if verdict.reasons

@@ -41,7 +41,7 @@ class Guessed(Grammar):
         self._kept: dict[tuple, dict[str, list[tuple[list[float], dict[str, float]]]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        """By the names of what is trained for, and whether each count is an epoch, then by process: counts, and values."""
+        """By the names of what is trained for and which counts are epochs, then by process: counts, and values."""
         self.num_kept = 0
         self._unfinite: list[tuple] = []
         """The keys of lines with a norm or a loss that is not finite, where a line holds nothing but metrics."""

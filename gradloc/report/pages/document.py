@@ -374,9 +374,9 @@ def _where(event: Event) -> Section:
     highest = event.layer_history.excess if event.layer_history else {}
     if highest:
         listed = Counter(highest).most_common(3)
-        names = ", ".join(f"{number(excess, 3)}× in {one_line(layer, 40)}" for layer, excess in listed)
+        names = ", ".join(f'"{one_line(layer, 40)}" {number(excess, 3)}×' for layer, excess in listed)
         steps = number(event.layer_history.num_steps if event.layer_history else None)
-        blocks.append(f"Layers' norms against their own median over {steps} steps: {names}.")
+        blocks.append(f"Gradient norms of layers, each against its own median over {steps} steps: {names}.")
     parts = filter(None, (search.strategy, cost(search)))
     status, is_said = search.status.replace("_", " "), event.certificate.verdict == "explained"
     status += f"; {search.stop_reason}" if search.stop_reason and not is_said else ""
@@ -447,8 +447,8 @@ def _replays(event: Event) -> Iterator[str]:
         apart = f" ({percent(rerun.difference)} of the spike apart)" if rerun.difference is not None else ""
         yield f"The step's micro-batches run again gave a norm of {number(rerun.norm)}{apart}: {outcome}."
     if difference is not None:
-        how = f"whose difference has a norm of {number(difference, 2)}" if difference else "that agree bit for bit"
-        yield f"Two replays of {_REPLAYED[event.certificate.method]} gave gradients {how}."
+        how = f"differ by a norm of {number(difference, 2)}: the measurement's own error"
+        yield f"Two replays of {_REPLAYED[event.certificate.method]} {how if difference else 'agree bit for bit'}."
     if event.head_grad_norm is not None:
         in_all = "" if event.trigger.grad_norm is None else f", of {number(event.trigger.grad_norm, 3)} in all"
         yield f"The output head's part of the gradient has norm {number(event.head_grad_norm, 3)}{in_all}."

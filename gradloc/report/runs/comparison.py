@@ -65,7 +65,10 @@ def compare(first: RunFolder, second: RunFolder) -> Comparison:
     rows = [row for row in rows if not {*row[1:]} <= no_values]
     unit, other = first.metrics.unit, second.metrics.unit
     if unit != other:
-        apart = f"{names[0]} gives {plural_of(unit)} and {names[1]} {plural_of(other)}, so these are not compared."
+        apart = (
+            f"{names[0]} gives {plural_of(unit)} and {names[1]} {plural_of(other)}, so they cannot be compared one by "
+            "one; the table is of each whole run."
+        )
         return Comparison(names, rows, [], "step", apart, _settings(first, second))
     spikes = [_spikes(run) for run in (first, second)]
     steps = []

@@ -23,7 +23,7 @@ from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
 from .checkpoints import checkpoints
-from .health import LOSSES, ranges
+from .health import LOSSES, TOO_SHORT, ranges
 from .signals import (
     EFFECTS,
     LOSS,
@@ -115,7 +115,8 @@ class Diagnosis:
     def ground(self) -> str:
         """A sentence on the rows and metrics that the run was judged from."""
         metrics = self.run.metrics
-        effects = [effect for effect in EFFECTS if effect is not LOSS or loss_of(metrics)[1]]
+        has_loss = loss_of(metrics)[1] or self.kind == "unfinite"
+        effects = [effect for effect in EFFECTS if effect is not LOSS or has_loss]
         names = [*filter(None, [metrics.norm, *(metrics.first(effect.names) for effect in effects)])]
         own = dict.fromkeys(map(metrics.own, names))
         logged = [len(metrics.logged(name)) for name in ([metrics.norm] if metrics.norm else names)]
@@ -154,7 +155,7 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
         return _without_norms(run, signs)
     judged = judge_run(run, settings)
     warmup = int((settings or {}).get("warmup", 16))
-    limits = [limit for steps in judged for limit in _warmup(steps, warmup)]
+    limits = [limit for at, steps in enumerate(judged) for limit in _warmup(steps, warmup, at)]
     limits += [*_unsized(run), *_unseen(run), *minor_skips(run), *filter(None, [sampling_cut(run.config, run.trainer)])]
     explosions = _worst_first(run, judged)
     limits += _overwritten(run, explosions[0] if explosions else None)
@@ -331,12 +332,12 @@ def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
     if len(steps) < _MIN_NORMS and others and largest.norm >= EARLY * max(others):
         times, highest = number(largest.norm / max(others), 3), number(max(others), 3)
         return (
-            f"Too short to judge: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step "
+            f"{TOO_SHORT}: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step "
             f"{largest.step} is {times} times the largest of the others, {highest}."
         )
     if len(steps) < _MIN_NORMS and largest.norm < EARLY * normal:
         norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
-        return f"Too short to judge: {plural(len(steps), 'step')}, of norm {norms}."
+        return f"{TOO_SHORT}: {plural(len(steps), 'step')}, of norm {norms}."
     if largest.norm >= EARLY / 2 * normal and any(largest in part and len(part) < 16 for part in judged):
         return (
             f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "
@@ -349,8 +350,8 @@ def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
     )
 
 
-def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
-    """Note in which steps the trigger's rule could not flag a norm."""
+def _warmup(steps: Sequence[Judged], warmup: int, part: int) -> list[str]:
+    """Note in which steps of a part of the log the trigger's rule could not flag a norm."""
     silent = [step.step for step in steps if step.threshold is None]
     if not silent:
         return []
@@ -361,7 +362,8 @@ def _warmup(steps: Sequence[Judged], warmup: int) -> list[str]:
             count = f"{num_finite}" if num_finite == len(steps) else f"{num_finite or 'none'} with a finite norm"
             return [f"A threshold needs {warmup} steps, and this log has {count}, so {reported}."]
         return [f"The trigger's rule learned no threshold from {plural(num_finite, 'finite norm')}: {reported}."]
-    return [f"The first {len(silent)} steps have no threshold yet: there, {reported}."]
+    where = " after a resume" if part else ""
+    return [f"The first {len(silent)} steps{where} have no threshold yet: there, {reported}."]
 
 
 def _overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
@@ -637,13 +639,12 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
     sentence = f"{verb} from your last checkpoint before step {before}{run.metrics.place(before)}"
     seen = min((step for segment in run.segments for step in segment.metrics.steps if step >= before), default=before)
     if seen > before:
-        between = (
-            f"step {before}, which is" if seen - before == 1 else f"any of steps {before} to {seen - 1}, which are"
-        )
-        sentence += f" (it may have begun at {between} not logged)"
+        unseen = f"step {before} is" if seen - before == 1 else f"steps {before} to {seen - 1} are"
+        sentence += f" ({unseen} not logged, and the fault may have begun there)"
     saved = max((step for step in run.saved if step < before), default=None)
     if run.unit not in ("step", "epoch"):
-        sentence += f"; the log gives no steps: find it by its {'epoch' if run.metrics.place(before) else 'time'}"
+        by = "epoch" if run.metrics.place(before) else "time"
+        sentence += f". The log gives no steps, so look for one from before that {by}"
     elif not where and saved is not None:
         where = run.saved[saved]
         sentence += f" (the log says that step {saved:,} was saved)"

@@ -17,6 +17,7 @@ from ..logs.recording import Metrics
 from ..memory import uncollected
 
 LOGGED = "health/state"
+TOO_SHORT = "Too short to judge"
 CLIP = 1.0
 """verl's own clip limit, of its runs that name none."""
 LOSSES = ("actor/loss", "train/loss", "train_loss", "loss", "lm loss", "actor/pg_loss")
@@ -98,7 +99,7 @@ class RunHealth:
         last = self.verdicts[-1]
         steps = plural(len(self.verdicts), "step")
         if self.is_too_short:
-            return f"Too short to judge: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
+            return f"{TOO_SHORT}: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
         if not self.num_unwell and {*self.judging} <= {"non_finite"}:
             verb, its = ("is", "its level and trend") if len(self.metrics) == 1 else ("are", "their levels and trends")
             return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; {its} are not judged here."
@@ -108,6 +109,8 @@ class RunHealth:
         is_said = self.is_unrecovered and last.state == STATES[0] or self.num_unwell == 1 and last is self.worst
         if not is_said:
             said.append(f"At the last step, {last.step}: {last.state}.")
+        elif self.is_unrecovered:
+            said.append("The rules compare with the steps before, so they pass a level that stays high.")
         if any(verdict.step == self.spike and not verdict.reasons for verdict in self.verdicts[: self.warmup]):
             said.append(
                 f"The spike at step {self.spike} is in the first {self.warmup} steps, in which rules that compare with "

@@ -459,9 +459,9 @@ def _lasting(metrics: Metrics) -> Sign | None:
         return Sign("fell", f"{own} {first.verb} {change}.", "", step, step + 1)
     before_it = known[rise.at - 1][0]
     was, now = median(values[rise.low.start : rise.at]), median(values[rise.at :])
-    between = f"from step {step} on" if step - before_it <= 1 else f"between steps {before_it} and {step}"
-    until = "for good" if len(values) - rise.at >= NEAR else "to the end of the log"
-    sentence = f"{own} {first.verb} {between} {until}: {number(was, 2)} before, {number(now, 2)} after (medians)"
+    between = f"at step {step}" if step - before_it <= 1 else f"between steps {before_it} and {step}"
+    until = "did not come back" if len(values) - rise.at >= NEAR else "was not back at the end of the log"
+    sentence = f"{own} {first.verb} {between} and {until}: {number(was, 2)} before, {number(now, 2)} after (medians)"
     also = [f"{other.effect.title} from step {other.step}" for other in others]
     sentence += f"; {' and '.join(also)}, too" if also else ""
     top, highest = max(known[rise.at :], key=itemgetter(1))

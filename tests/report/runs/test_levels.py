@@ -48,12 +48,12 @@ def test_noise_is_no_finding(make, seed):
 def test_a_loss_that_stays_high_is_found_where_it_rose(at, times):
     losses = [loss * (times if step > at else 1) for step, loss in enumerate(noisy(0.05), 1)]
     kind, headline, _ = said(losses)
-    assert (kind, f"rose from step {at + 1} on for good" in headline) == ("fell", True)
+    assert (kind, f"rose at step {at + 1} and did not come back" in headline) == ("fell", True)
 
 
 def test_a_rise_over_some_rows_begins_at_the_first_of_them():
     losses = [loss * 10 ** min(max(at - 199, 0) / 4, 1) for at, loss in enumerate(noisy(0.02))]
-    assert "rose from step 201 on for good" in said(losses)[1]
+    assert "rose at step 201 and did not come back" in said(losses)[1]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -87,7 +87,7 @@ def test_a_reward_that_falls_to_half_is_found_and_one_that_scatters_is_not():
     assert said(reward, "reward", "critic/score/mean")[0] == ""
     fallen = [value * (0.3 if at >= 120 else 1) for at, value in enumerate(reward)]
     kind, headline, _ = said(fallen, "reward", "critic/score/mean")
-    assert kind == "fell" and "reward fell from step 121 on for good" in headline
+    assert kind == "fell" and "reward fell at step 121 and did not come back" in headline
 
 
 def test_a_slow_fall_begins_where_the_reward_leaves_its_level_and_not_at_its_best():
