@@ -28,7 +28,7 @@ HEADED_BY_STEP = re.compile(
 HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
-EPOCH = re.compile(r"\bep(?:och)?\b\W{0,3}(\d{1,9})", re.IGNORECASE)
+EPOCH = re.compile(r"\bep(?:och)?\b\W{0,3}?\s*(\d{1,9})", re.IGNORECASE)
 NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
 _HEADLINE = re.compile(
@@ -534,10 +534,11 @@ class ConsoleTable(Grammar):
         if len(cells) > 2 and cells[0].lower().rstrip(":") in _STEP_COLUMNS and _LOSS_COLUMN.search(line):
             wide = re.split(r"\s{2,}|\t", line.strip(" `\t\r").removeprefix("# ").strip())  # LOSS TOK2VEC, of two words
             self.names = [_OF_BOXES.get(name, name) for name in (wide if len(wide) > 2 else cells)]
-            if any(number(name) is not None for name in self.names):
+            if any(number(cell) is not None for cell in cells):
                 self.names = []
             counts = [at for at, name in enumerate(self.names) if name.lower() in _STEP_COLUMNS - {"epoch", "e"}]
             self._step_at = counts[0] if counts else 0  # an epoch is second to a step
+            self.unit = "epoch" if self.names and self.names[self._step_at].lower() in ("epoch", "e") else "step"
             return bool(self.names)
         if len(cells) < len(self.names) or not self.names:
             return False

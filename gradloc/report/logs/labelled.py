@@ -38,7 +38,7 @@ _SPLIT = re.compile(rf"(\d{{1,12}}) (train|val) ({NUMBER})\s*")
 _YOLACT = re.compile(rf"\W*\[ *\d+\] +(\d{{1,12}}) \|\| .*\bT: ({NUMBER}) \|\| ETA")
 """YOLACT's row: epoch, step, the losses by a letter, of which T is the total."""
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
-    r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?[\]\s:,|\[(]+"
+    r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?(?:\s*\( *\d+%\))?[\]\s:,|\[(]+"
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
     re.IGNORECASE,
 )

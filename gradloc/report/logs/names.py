@@ -48,7 +48,8 @@ _REWARD_WORDS = {"reward", "rewards", "rew", "score", "scores"}
 _OF_REWARD = {*"mean avg average total raw task all env ep episode episodic".split()}
 """Words that a reward's name may have next to one of these; any other says that it is a part or a spread of it."""
 LOSS = "actor/pg_loss"
-_PERPLEXITY = {"ppl", "perplexity"}
+_SECOND = {"ppl", "perplexity", "mse"}
+"""Names of what is trained for, next to which a loss may be logged."""
 _LOSS = re.compile(
     r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|mse|smooth_?l1)(?:_|$)|^l_(?!r)[a-z]"
     r"|^[dg]_(?:a|b|gan|l1|real|fake)$|^(?:cycle|idt)_[ab]$"  # pix2pix' and CycleGAN's
@@ -317,7 +318,7 @@ def canonical(counts: Mapping[str, int]) -> dict[str, str]:
 
     own: dict[str, str] = {}
     # "raw" is before a group's mean is taken off; a perplexity may be infinite where the loss is not
-    order = {name: (is_rare(name), "raw" not in name, _plain(name) in _PERPLEXITY, len(name)) for name in counts}
+    order = {name: (is_rare(name), "raw" not in name, _plain(name) in _SECOND, len(name)) for name in counts}
     for name in sorted(counts, key=order.__getitem__):
         known = REWARD if _is_reward(name) else _KNOWN.get(_plain(name))
         if known is not None and known not in counts and not re.match("eval|val(?!ue)|test", name):

@@ -12,7 +12,7 @@ NUMBER = (  # (?!\d): a part of a number is not tried, which would take the squa
     r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+(?!\d)(?:\.\d*(?!\d))?(?:[eE][-+]?\d+(?!\d))?"
     r"|nan(?:\.0)?|inf(?:inity)?)"
 )
-_OPENED = r"(?!\[\s?\[)(?:[\w.]+\(|[\['\"])*"
+_OPENED = r"(?!\[\s?\[)(?:(?!nan\b|inf\b)[a-z_][\w.]*\(|[\['\"])*"
 """Opening text before a number: ``tensor(``, ``[``, a quotation mark; not that of a list of lists."""
 _IS = "(?:[:=]>?|->|→)"
 """Signs between a name and its number."""

@@ -338,6 +338,11 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
         elif step in parts[-1].rows and values and parts[-1].rows[step].items() >= values.items():
             num_same += 1
         parts[-1].put(step, values)
+    if len(parts) > 1 and len(parts[-1].rows) == 1:  # a bar that a killed process draws at its end
+        ((step, values),) = parts[-1].rows.items()
+        if any(values.items() <= part.rows.get(step, {}).items() for part in parts[:-1]):
+            num_same += 1
+            parts.pop()
     notes = []
     if is_folded:
         notes.append(

@@ -56,10 +56,35 @@ _TAG = re.compile(r"(?:^|-)tag-(.+)$")
 
 
 def is_table(source: Source) -> bool:
-    """Return whether the first two lines are a head and numbers below it."""
+    """Return whether the first lines hold a head and numbers below it."""
     if source.path.suffix.lower() in (".csv", ".tsv"):
         return source.coding is not None
-    lines = [line for line in source.text_head.splitlines()[:40] if line.strip() and not line.startswith(("# ", "=="))]
+    return _head_at([*filter(_is_a_row, source.text_head.splitlines()[:_SEARCHED])]) is not None
+
+
+_SEARCHED = 40
+"""Lines in which a table's head is looked for."""
+
+
+def _is_a_row(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith(("sep=", "# ", "=="))
+
+
+def _head_at(lines: list[str]) -> int | None:
+    """Return which line is a table's head: the first, or one below prose; None where none is."""
+    if _is_head(lines):
+        return 0
+    below = (at for at, line in enumerate(lines) if "," in line or "\t" in line)
+    return next((at for at in below if _are_alike(lines[at : at + 3]) and _is_head(lines[at:])), None)
+
+
+def _are_alike(lines: Sequence[str]) -> bool:
+    """Return whether lines have as many columns."""
+    return len({(line.count(","), line.count("\t")) for line in lines}) == 1
+
+
+def _is_head(lines: list[str]) -> bool:
+    """Return whether the first of lines is a head, and numbers are below it."""
     delimiter = _delimiter(lines)
     if delimiter is None or len(lines) < 2 or any(map(_PRINTED.search, lines[:5])):
         return False
@@ -80,7 +105,9 @@ def _says_training(names: Sequence[str]) -> bool:
 
 def read_table(source: Source) -> list[Recording]:
     """Return the runs of a table; raises ReportError where no column has the step or a gradient norm."""
-    lines = (line for line in source.lines() if line.strip() and not line.startswith(("sep=", "# ", "==")))
+    lines = filter(_is_a_row, source.lines())
+    begin = [*islice(lines, _SEARCHED)]
+    lines = chain(begin[_head_at(begin) or 0 :], lines)
     first = next(lines, "").lstrip("\ufeff")
     second = next(lines, "")
     delimiter = _delimiter([first, second]) or ","

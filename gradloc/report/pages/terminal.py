@@ -21,7 +21,7 @@ from ..logs.recording import Metrics
 from ..output import say, silence
 from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow, Events
-from ..runs.health import judge
+from ..runs.health import TOO_SHORT, judge
 from ..runs.run import EventGroup, RunFolder
 from ..runs.spikes import Judged
 from .document import Block, EventDocument, Facts, Fold, Heading, Lines, Section, TokenCell, document
@@ -213,7 +213,8 @@ def diagnosis(folder: RunFolder) -> None:
     out.print()
     for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics):
         out.print(line)
-    if health and (health.num_unwell or not first.kind):  # rules that saw nothing do not contradict the kind
+    is_said = health and (health.is_too_short if first.headline.startswith(TOO_SHORT) else health.is_finite_alone)
+    if health and not is_said and (health.num_unwell or not first.kind):  # what saw nothing contradicts no kind
         out.print(f"Health: {health.headline}")
         for verdict in health.firsts:
             reason = verdict.reasons[0]

@@ -20,11 +20,12 @@ from ...explain.text import capitalized, in_unit, listed, plural
 from ...health import HealthConfig
 from ..logs.names import is_norm
 from ..logs.recording import Metrics
-from ..logs.segments import LoggedRun, surviving
+from ..logs.segments import LoggedRun, Segment, surviving
 from ..memory import uncollected
 from .checkpoints import checkpoints
 from .health import LOSSES, TOO_SHORT, ranges
 from .signals import (
+    EARLIER,
     EFFECTS,
     LOSS,
     Sign,
@@ -167,6 +168,8 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
         return made
     made.kind, made.headline = kind, masked or _without_explosion(judged)
     made.is_judged = bool(kind or signs) or sum(map(len, judged)) >= _MIN_NORMS
+    if not kind and not signs and made.is_judged:
+        made.headline = f"{made.headline} {_loss_course(run)}".rstrip()
     if signs and kind != "zero":
         made.limits += [masked] if masked else []
         _lead_with(made, signs)
@@ -184,15 +187,25 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
         _lead_with(made, signs)
         return made
     name, losses = loss_of(run.metrics)
-    if not made.is_judged and (odd := _odd_of_few(name, losses)):
-        made.headline = odd
-        made.limits.insert(0, missing)
-    if made.is_judged and len(losses) > HealthConfig().warmup and not any(map(is_norm, run.metrics.own_names)):
-        (first, begin), (last, end) = losses[0], losses[-1]
-        made.headline = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
-        made.headline += "." if is_adversarial(run.metrics) else course(losses)
+    if losses and not any(map(is_norm, run.metrics.own_names)):
+        said = _loss_course(run)
+        if not made.is_judged:
+            said = f"{TOO_SHORT}: {plural(len(losses), 'step')}. {_odd_of_few(name, losses) or said}"
+        made.headline = said
         made.limits.insert(0, missing)
     return made
+
+
+def _loss_course(run: LoggedRun) -> str:
+    """Describe a loss in which nothing was found; empty where a run has none, or a reward."""
+    name, losses = loss_of(run.metrics)
+    known = {value for _, value in losses}
+    if len(known) < 2:
+        in_all = f" in all {plural(len(losses), 'row')}" if len(losses) > 1 else ""
+        return f"{name} is {number(losses[0][1], 3)}{in_all}." if losses else ""
+    (first, begin), (last, end) = losses[0], losses[-1]
+    went = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
+    return went + ("." if is_adversarial(run.metrics) or len(losses) <= HealthConfig().warmup else course(losses))
 
 
 def _odd_of_few(name: str, losses: Sequence[tuple[int, float]]) -> str:
@@ -551,6 +564,8 @@ def _advise_resume(
     is_first = bool(worst.lost) and worst.first == run.segments[0].first
     begin = begins(run) if is_first else "start"
     earlier = " It began before this log." if is_first and begin == "late" else ""
+    if earlier and worst.kind in ("lost", "end") and not is_sound:
+        return EARLIER, ""
     if is_sound and worst.kind == "lost":
         return (
             f"No need to go back: most likely these steps were skipped, as fp16's scaler does.{earlier} While each is "
@@ -569,10 +584,9 @@ def _advise_resume(
     if worst.kind == "start":
         return f"No need to resume. Continue the run{end}", on
     if is_hurt is False and worst.kind != "growth":
-        return (
-            f"No need to resume: the {_deciding(run.metrics)} is where it was before the spike. Continue the run{end}",
-            on,
-        )
+        deciding = _deciding(run.metrics)
+        worse = "higher" if deciding == "loss" else "lower"
+        return f"No need to resume: the {deciding} is no {worse} than before the spike. Continue the run{end}", on
     if is_first and begin != "late" and worst.kind in ("lost", "end"):
         return (
             f"{from_start('The norm', begin)} a restart with the same settings will fail as this one did. Look at the "
@@ -582,7 +596,7 @@ def _advise_resume(
     deciding = _deciding(run.metrics)
     verb = "rises" if deciding == "loss" else "falls"
     logged = [step for step, _ in surviving(worst.segment).logged(worst.segment.metrics.norm or "")]
-    first = _begin_of(worst, explosions) if is_hurt else worst.first
+    first = _onset(worst.segment, _begin_of(worst, explosions)) if is_hurt else worst.first
     last = max((step for step in logged if step < first), default=first - 1)
     before = last + 1 if interval(run.metrics) > 1 else first
     condition = "" if is_certain else f"If the {deciding} {verb}, "
@@ -593,6 +607,15 @@ def _advise_resume(
         return f"Change something before the next resume: {change}", command
     sentence, command = _resume(run, before, condition)
     return f"{earlier.strip()} {sentence}".strip(), command
+
+
+def _onset(segment: Segment, first: int) -> int:
+    """Return the first of the steps just before ``first`` at which the loss is above all that it was earlier."""
+    logged = [row for row in loss_of(surviving(segment))[1] if row[0] < first][-2 * _LEVEL :]
+    usual = max((loss for _, loss in logged[:_LEVEL]), default=math.inf)
+    while len(logged) > _LEVEL and logged[-1][1] > usual:
+        first = logged.pop()[0]
+    return first
 
 
 def _deciding(metrics: Metrics) -> str:

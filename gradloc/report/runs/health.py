@@ -89,6 +89,11 @@ class RunHealth:
         return not self.num_unwell and len(self.verdicts) <= self.warmup
 
     @property
+    def is_finite_alone(self) -> bool:
+        """Whether all that the rules could say is that the metrics are finite."""
+        return not self.num_unwell and {*self.judging} <= {"non_finite"}
+
+    @property
     def headline(self) -> str:
         """Return the run's state in a sentence or two."""
         said = in_unit(self._headline, self.unit)
@@ -100,7 +105,7 @@ class RunHealth:
         steps = plural(len(self.verdicts), "step")
         if self.is_too_short:
             return f"{TOO_SHORT}: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
-        if not self.num_unwell and {*self.judging} <= {"non_finite"}:
+        if self.is_finite_alone:
             verb, its = ("is", "its level and trend") if len(self.metrics) == 1 else ("are", "their levels and trends")
             return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; {its} are not judged here."
         if not self.num_unwell:

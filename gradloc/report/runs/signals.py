@@ -49,12 +49,14 @@ _LEAST_JUMP = 1.4
 """Multiple of the values before it from which a loss has jumped."""
 _PEAK = 5.0  # times the level after it: a peak that is reported
 _ADVERSARIAL = re.compile(
-    r"(?i:gen|generator|disc|discriminator)(?![a-z])|(?<![A-Za-z0-9])(?:[Ll]oss|err)?_?[DdGg](?![A-Za-z])"
+    r"(?i:gen|generator|disc?|discriminator)(?![a-z])|(?<![A-Za-z0-9])(?:[Ll]oss|err)?_?[DdGg](?![A-Za-z])"
 )
 """In the name of a GAN's loss."""
 VANISHED = 1e-3
 """A loss below this fraction of its first value within ``_SOON`` rows has vanished, if the norm has as well."""
 _SOON = 20
+_SHORT = 30
+"""Values below which only a climb by half is worth a word."""
 _USUAL_SCALE = 2**15
 """Scalers begin at twice this scale, or far above it."""
 _FIRST_SCALE = 2**20
@@ -247,10 +249,16 @@ def from_start(subject: str, begin: str) -> str:
     return "If the first row is the run's first step,"
 
 
+EARLIER = (
+    "It began before this log or at its first row: look at the earlier log, and for a checkpoint from before it began."
+)
+"""Advice on a fault that a log has from its first row on, where that is not the run's."""
+
+
 def _repeats(own: str, title: str, begin: str) -> str:
     """Advise on a fault that a log has from its first row on."""
     if begin == "late":
-        return "It began before this log: look at the earlier log, and for a checkpoint from before it began."
+        return EARLIER
     what = f"how {title} is computed"
     if title == "loss":
         what = "precision, learning rate, and the first batch's data and labels"
@@ -527,7 +535,9 @@ def course(known: Sequence[tuple[int, float]]) -> str:
     """Describe a loss in which nothing was found by a clause on its largest climb or jump, if it has one."""
     values = [value for _, value in known]
     low, high = min(values), max(values)
-    if high - low < abs(high) / 100:
+    third = -(-len(values) // 3)
+    moved = abs(median(values[:third]) - median(values[-third:]))
+    if moved < abs(high) / 200 and high - low < abs(high) / 20:
         least, most = number(low, 3), number(high, 3)
         span = f"about {least}" if least == most else f"between {least} and {most}"
         return f", and hardly moved: all its {plural(len(known), 'value')} are {span}."
@@ -538,10 +548,15 @@ def course(known: Sequence[tuple[int, float]]) -> str:
         step, value = known[jump.at]
         times = number(value / was, 2)
         return f"; its largest jump is to {number(value, 3)} at step {step}, {times} times the values before it."
-    if climbed:
+    if climbed and climbed.size > (math.log(1.5) if len(values) < _SHORT else 0.0):
         low, high = (
             f"{number(median(values[at.start : at.stop]), 3)} around step {known[at[len(at) // 2]][0]}"
             for at in (climbed.low, climbed.high)
         )
         return f"; it rose from {low} to {high}."
+    around = [values[max(at - NEAR // 2, 0) : at] + values[at + 1 : at + 1 + NEAR // 2] for at in range(len(values))]
+    high = max(range(NEAR // 2, len(values)), key=lambda at: values[at] / (median(around[at]) or math.inf), default=0)
+    if high and values[high] > 2 * median(around[high]) > 0:
+        times, (step, value) = number(values[high] / median(around[high]), 2), known[high]
+        return f"; its value at step {step}, {number(value, 3)}, is {times} times those around it."
     return f", and none of its {plural(len(known), 'value')} stands out."
