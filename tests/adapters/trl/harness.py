@@ -239,20 +239,25 @@ def make(
 
         loading["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
     kind.plant, kind.where = plant or {}, []
+    more |= {"reward_funcs": vowels, "args": config_of(getattr(trl, base), folder, **config)}
+    trainer = build(kind, made, loading, {"prompt": PROMPTS}, **more)
+    if prepare:
+        prepare(trainer)
+    return trainer
+
+
+def build(kind: type, model: str, loading: dict[str, Any], columns: dict[str, list[str]], **more: Any) -> Any:
+    """A trainer of this kind around the model in a folder, with data of these columns; it keeps what it logs."""
     noted = Noted()
     trainer = kind(
-        model=transformers.AutoModelForCausalLM.from_pretrained(made, **loading),
-        reward_funcs=vowels,
-        args=config_of(getattr(trl, base), folder, **config),
+        model=transformers.AutoModelForCausalLM.from_pretrained(model, **loading),
         processing_class=tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=Dataset.from_dict(columns),
         callbacks=[noted],
         **more,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.noted = noted
-    if prepare:
-        prepare(trainer)
     return trainer
 
 
@@ -268,31 +273,29 @@ def stop_after(steps: int) -> Any:
 
 def run(name: str, folder: str, **given: Any) -> dict[str, Any]:
     """Train; what that leaves behind."""
-    trainer = make(name, folder, **given)
+    return trained(make(name, folder, **given))
+
+
+def trained(trainer: Any) -> dict[str, Any]:
+    """Train; what that leaves behind: hashes of weights, optimizer and random state, what was logged, an error."""
     error = ""
     try:
         trainer.train()
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
     logs = trainer.noted.logs
-    return left_behind(trainer, logs) | {
-        "scheduler": trainer.lr_scheduler.state_dict().get("_last_lr"),
-        "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
-        "where": trainer.where,
-        "largest": [log["actor/grad_norm_max"] for log in logs if "actor/grad_norm_max" in log],
-        "step": trainer.state.global_step,
-        "is_finite": all(bool(part.isfinite().all()) for part in _tensors(trainer.model.state_dict())),
-        "error": error,
-    }
-
-
-def left_behind(trainer: Any, logs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Hashes of a trainer's weights and of its optimizer's state, what it logged, and the norms in that."""
     return {
         "weights": digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
         "optimizer": digest(trainer.optimizer.state_dict()),
+        "scheduler": trainer.lr_scheduler.state_dict().get("_last_lr"),
+        "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
         "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
         "logs": logs,
+        "largest": [log["actor/grad_norm_max"] for log in logs if "actor/grad_norm_max" in log],
+        "where": getattr(trainer, "where", []),
+        "step": trainer.state.global_step,
+        "is_finite": all(bool(part.isfinite().all()) for part in _tensors(trainer.model.state_dict())),
+        "error": error,
     }
 
 

@@ -4,10 +4,8 @@
 from typing import Any
 
 import torch
-import transformers
 import trl
 from accelerate.state import AcceleratorState
-from datasets import Dataset
 
 from gradloc.adapters.trl.trainer import WatchedTrainer, attach
 from tests.adapters.trl import harness
@@ -61,33 +59,23 @@ class Own:
         return (losses * weights).sum() / num_items_in_batch
 
 
-def run(kind: str, folder: str, base: str, gradloc: Any = None, is_own: bool = False, **config: Any) -> dict[str, Any]:
-    """Train; what that leaves behind. ``kind`` is ``stock``, ``without`` (the token), ``watched`` or ``attached``."""
+def run(name: str, folder: str, base: str, gradloc: Any = None, is_own: bool = False, **config: Any) -> dict[str, Any]:
+    """Train; what that leaves behind. ``name`` is ``stock``, ``without`` (the token), ``watched`` or ``attached``."""
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(7)
-    made = harness.save_model(f"{folder}-model")
-    fronts = (WatchedTrainer,) if kind == "watched" else ()
-    own = Own() if is_own else None
-    spoiling = () if is_own else (Spoiling,)
-    trainer_type = type(f"Own{base}", (*fronts, *spoiling, getattr(trl, base)), {"is_cut": kind == "without"})
+    made, own = harness.save_model(f"{folder}-model"), Own() if is_own else None
+    fronts = (*[WatchedTrainer] * (name == "watched"), *[Spoiling] * (not is_own))
+    kind = type(f"Own{base}", (*fronts, getattr(trl, base)), {"is_cut": name == "without"})
     columns = {"text": TEXTS}
     if base == "DPOTrainer":
         columns = {"prompt": [t[:5] for t in TEXTS], "chosen": TEXTS, "rejected": TEXTS[::-1]}
     kind_of_args = {"SFTTrainer": trl.SFTConfig, "DPOTrainer": trl.DPOConfig}[base]
-    noted = harness.Noted()
     settings = {"trigger": {"tau": 60.0}, **(gradloc or {})}
-    more: dict[str, Any] = {"gradloc": settings} if kind == "watched" else {}
+    more: dict[str, Any] = {"gradloc": settings} if name == "watched" else {}
     more |= {"compute_loss_func": own} if own else {}
-    trainer = trainer_type(
-        model=transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32),
-        args=kind_of_args(**{"output_dir": folder, "max_length": 32, **harness.SMALL, "use_cpu": True, **config}),
-        processing_class=harness.tokenizer(),
-        train_dataset=Dataset.from_dict(columns),
-        callbacks=[noted],
-        **more,
-    )
-    if kind == "attached":
+    args = kind_of_args(**{"output_dir": folder, "max_length": 32, **harness.SMALL, "use_cpu": True, **config})
+    trainer = harness.build(kind, made, {"dtype": torch.float32}, columns, args=args, **more)
+    if name == "attached":
         attach(trainer, settings)
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    return harness.left_behind(trainer, noted.logs) | {"where": getattr(own or trainer, "where", [])}
+    found = harness.trained(trainer)
+    return found | {"where": own.where} if own else found

@@ -31,10 +31,3 @@ def test_observing_changes_nothing_and_masking_is_training_without_the_token(run
     assert named_in([event]) == sorted(tuple(place) for of_rank in observed for place in of_rank["where"])
     assert {culprit["rank"] for culprit in event["culprits"]} == {1}
     assert event["certificate"]["verdict"] == "explained" and event["step"]["dp_size"] == 2
-
-
-def test_abort_reaches_every_rank(run_on_two, tmp_path):
-    answers = run_on_two("watched", plant=PLANT, gradloc={"action": {"mode": "abort"}})
-    assert [answer["step"] for answer in answers] == [2, 2]
-    assert answers[0]["error"].startswith("AbortedBySpike: gradloc stopped the run (gradloc.action.mode=abort). One")
-    assert answers[1]["error"].startswith("AbortedBySpike: gradloc stopped the run at a gradient spike")

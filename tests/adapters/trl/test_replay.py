@@ -34,13 +34,3 @@ def test_the_same_event_at_its_weights_gives_the_same_culprits_and_the_same_norm
     assert found["has_beside"] is ("experts" in case)
     assert found["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=slack)
     assert found["certificate"]["verdict"] == "explained"
-
-
-def test_other_weights_are_told_and_a_folder_without_a_model_is_refused(run, tmp_path, capsys):
-    run("watched", plant=TOKEN)
-    folder = tmp_path / "watched" / "gradloc"
-    bundle = str(folder / events_in(tmp_path / "watched")[0]["folder"])
-    assert main([bundle, "--model", str(tmp_path / "nothing")]) == 2
-    assert "is neither a Hugging Face model folder" in capsys.readouterr().err
-    assert main([bundle, "--model", str(tmp_path / "watched-model")]) in (0, 1)
-    assert "The weights differ from those of the event" in capsys.readouterr().out
