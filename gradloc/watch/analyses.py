@@ -18,12 +18,9 @@ from ..loop.batch import BatchView
 
 
 class LoopAnalyses:
-    """The analyses of one trainer.
+    """The analyses of one trainer, which write under ``root``, the folder for events.
 
-    Args:
-        settings: from :func:`~..analysis.config.taken_from`.
-        root: the folder for events.
-        names: the run's ``project`` and ``experiment``.
+    ``names`` are the run's ``project`` and ``experiment``.
     """
 
     def __init__(self, settings: Analyses, root: str, names: Mapping[str, str]):

@@ -56,11 +56,8 @@ def plain(norm: Any) -> torch.Tensor:
 
 
 class ClipTap:
-    """The clips of one model's gradient: the norm before them, and the same clips again.
-
-    Args:
-        owns: whether a parameter is one of the model's.
-    """
+    """The clips of one model's gradient: the norm before them, and the same clips again. ``owns`` says whether a
+    parameter is the model's."""
 
     def __init__(self, owns: Callable[[Any], bool]):
         self.owns = owns
@@ -119,12 +116,8 @@ class ClipTap:
         self.pending, self._raw, self._own_limit, self.limit = [], None, None, limit
 
     def norm(self, space: GradientSpace, given: torch.Tensor | None = None) -> torch.Tensor:
-        """Take the clips of a step, and return its gradient's norm before them: from these, else from the gradient.
-
-        Args:
-            space: the trained parameters.
-            given: the norm where no clip was seen, if it is known.
-        """
+        """Take the clips of a step, and return its gradient's norm before them: from these, else the one that is given,
+        else from the gradient."""
         self.note_writes()
         self.calls, self.pending = self.pending, []
         raw, self._raw = self._raw, None

@@ -10,11 +10,7 @@ from ..record.store import plain
 
 
 class Curve:
-    """Appends each step's numbers to ``metrics.jsonl``.
-
-    Args:
-        path: of the file; its folder is made.
-    """
+    """Appends each step's numbers to ``metrics.jsonl``, whose folder it makes."""
 
     def __init__(self, path: str):
         self._path, self._has_begun = path, False

@@ -89,12 +89,7 @@ class StageTokens(NamedTuple):
 
 
 class RecordedForward:
-    """One training forward: what it was given, and what its backward left.
-
-    Args:
-        module: that was called, with ``args`` and ``kwargs``.
-        tap: the :class:`.taps.ModelTap` that keeps it.
-    """
+    """One training forward: the module's call that :class:`.taps.ModelTap` saw, and what its backward left."""
 
     def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tap: Any):
         self.module = module
@@ -267,14 +262,11 @@ def count_backward(done: list[RecordedForward], has_gradient: bool) -> bool:
 
 
 class Graph:
-    """The outputs of a forward that was run again with a graph.
-
-    Args:
-        is_cut_behind_heads: whether no gradient flows into the heads' outputs from what the model makes of them.
-    """
+    """The outputs of a forward that was run again with a graph."""
 
     def __init__(self, is_cut_behind_heads: bool = True) -> None:
         self.is_cut_behind_heads = is_cut_behind_heads
+        """Whether no gradient flows into the heads' outputs from what the model makes of them."""
         self.hidden: torch.Tensor | None = None
         self.cut: torch.Tensor | None = None
         """The hidden state as the rest of the forward gets it."""

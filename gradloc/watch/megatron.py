@@ -97,12 +97,8 @@ def clip_as_megatron(optimizer: Any) -> float:
 
 
 class MegatronEngine:
-    """A loop of Megatron's own: its passes, and its optimizer's step.
-
-    Args:
-        chunks: of the model.
-        optimizer: Megatron's, as ``get_megatron_optimizer`` returns it; None where the loop gave none.
-    """
+    """A loop of Megatron's own: its passes, and the step of the optimizer that ``get_megatron_optimizer`` returns; None
+    where the loop gave none."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any):
         self.chunks, self.optimizer = list(chunks), optimizer
@@ -229,12 +225,9 @@ class _Decoupled(WeightView):
 
 
 class MegatronSpace(EngineSpace):
-    """Parameters that Megatron's optimizer trains; all processes make theirs together.
+    """Parameters that Megatron's optimizer trains, of model chunks in its DistributedDataParallel.
 
-    Args:
-        chunks: of the model, in Megatron's DistributedDataParallel.
-        optimizer: Megatron's.
-        ranks: all of them hear of it when one fails in its own part of a sum.
+    All processes make theirs together. With ``ranks``, all hear of it when one fails in its own part of a sum.
 
     Raises:
         RuntimeError: the optimizer holds parameters in a way that is not known.

@@ -154,12 +154,7 @@ def checked_notes(
 ) -> dict[str, Any]:
     """Check what a loop noted, and return it: ``mask`` and ``ids`` (B, T), ``rows``, and ``tensors`` (B, T) by name.
 
-    Args:
-        size: B and T of the last forward, used where no mask is given; None without a forward.
-        mask: (B, T), or None.
-        ids: (B, T), or None.
-        rows: B names, or None.
-        tensors: (B, T) or (B,) by name, or None; ``rewards`` are (B,).
+    B and T are the mask's, else those of the last forward, ``size``. Tensors may be (B,), too; ``rewards`` are.
 
     Raises:
         ValueError: one sentence, where shapes do not fit.

@@ -33,9 +33,7 @@ def last_hidden(
 ) -> torch.Tensor | None:
     """Return the last input of a linear layer that all of the output's gradient passes through; None without one.
 
-    Args:
-        output: of the model, with a graph.
-        calls: linear layers in the order of their calls, each with its input and its output.
+    ``calls`` are linear layers in the order of their calls, each with its input and its output.
     """
     for module, hidden, _ in reversed(calls):
         own = {id(param) for param in module.parameters()}
@@ -49,14 +47,9 @@ def last_before_matrix(
 ) -> tuple[torch.nn.Module, torch.Tensor, torch.nn.Parameter] | None:
     """Find a head that is a matrix (V, H) and no module's call; return the module before it, its output, the matrix.
 
-    All of the model's gradient, except for the matrix's and vectors', passes through that module's output (..., H).
-
-    Args:
-        output: of the model, with a graph.
-        calls: modules in the order of their calls, each with its output.
-
-    Returns:
-        The last such module that was called once; None without one.
+    All of the model's gradient, except for the matrix's and vectors', passes through that module's output (..., H). It
+    is the last such module that was called once. ``calls`` are modules in the order of their calls, each with its
+    output.
     """
     modules = [module for module, _ in calls]
     for module, hidden in reversed(calls):

@@ -172,11 +172,8 @@ def _factor_of_unclipped(
 ) -> float:
     """Measure the factor between the backward and the clips on the elements that no clip by value changed.
 
-    Args:
-        space: the trained parameters; ``.grad`` has the gradient run again.
-        original: the gradient after all clips.
-        clips: in the order of their calls.
-        factors: of the clips by norm on each parameter's gradient, float64 (num_params,).
+    ``.grad`` has the gradient run again, ``original`` the one after all clips; ``factors`` are those of the clips by
+    norm on each parameter's gradient, float64 (num_params,).
     """
     limit, sums = math.inf, torch.zeros(2, dtype=torch.float64, device=space.params[0].device)
     for call in clips:  # a clip by norm scales what an earlier one by value left

@@ -71,12 +71,8 @@ def view_of(by_rank: Sequence[Rows]) -> BatchView:
 
 
 def view_of_summaries(by_rank: Sequence[list[tuple[int, float]]], signal: str) -> BatchView:
-    """Return a batch of rows with these lengths and one signal per row: enough to learn what is typical.
-
-    Args:
-        by_rank: each rank's :func:`summaries`.
-        signal: the tensor's name, such as ``advantages``.
-    """
+    """Return a batch of the rows in each rank's :func:`summaries`, with one signal per row, such as ``advantages``:
+    enough to learn what is typical."""
     lengths, values = torch.tensor([row for rows in by_rank for row in rows]).T
     if signal == "loss_weights":  # in view_of's unit
         values = values * lengths.sum()

@@ -37,11 +37,8 @@ class Scalars:
                 self.hook(present, index, value)
 
     def stacked(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the last forward's values (K,); None where one is missing, or there is none.
-
-        Args:
-            leaves: the tensors of its output.
-        """
+        """Return the values (K,) of the last forward, whose output has these tensors; None where one is missing, or
+        there is none."""
         values = [leaves[place] for place in self.places if place < len(leaves)]
         values += [value for attribute in self.attributes if (value := attribute.value) is not None]
         return torch.stack(values) if values and len(values) == len(self) else None

@@ -11,12 +11,9 @@ from ..record import ACTIONS
 
 
 def loop_settings(action: Any, blocks: dict[str, Any], folder: str) -> GradLocConfig | None:
-    """Return the effective settings; None: off.
+    """Return the effective settings of a run in this folder; None: off.
 
-    Args:
-        action: a mode by its name, the block ``action``, or effective settings, as a trainer's adapter gives them.
-        blocks: further blocks by name.
-        folder: of the run.
+    ``action`` is a mode by its name, the block ``action``, or effective settings, as a trainer's adapter gives them.
 
     Raises:
         ValueError: one sentence, for a wrong name or value. A loop has no checkpoint format, and no replay knows it.

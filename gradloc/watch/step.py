@@ -27,13 +27,7 @@ _UNLIKE = 0.3  # of dL/dz: where more than this is not of one log-prob, dL/dz it
 
 
 class LoopStep(TrainingStep):
-    """Forwards of one optimizer step that the taps saw; its micro-batches each have ``forwarded``.
-
-    Args:
-        tap: on the model.
-        num_ranks: processes that the gradient is averaged over.
-        backward_factor: see :class:`~..core.step.TrainingStep`.
-    """
+    """Forwards of one optimizer step that the taps saw; its micro-batches each have ``forwarded``."""
 
     def __init__(self, tap: ModelTap, num_ranks: int, backward_factor: float = 1.0):
         super().__init__(tap.device, num_ranks, backward_factor)
@@ -121,13 +115,7 @@ class AnewMicroBatch:
 
 
 class AnewStep(LoopStep):
-    """Some forwards of a step, to be run again as whole micro-batches.
-
-    Args:
-        step: the step of these forwards.
-        batches: its micro-batches that are run again.
-        backward_factor: see :class:`~..core.step.TrainingStep`.
-    """
+    """Some forwards of a step, to be run again as whole micro-batches."""
 
     def __init__(self, step: LoopStep, batches: Sequence[AnewMicroBatch], backward_factor: float = 1.0):
         super().__init__(step.tap, step.num_ranks, backward_factor)

@@ -99,12 +99,7 @@ class TapMicroBatch:
 
 
 class TapStep(LoopStep):
-    """All forwards of one optimizer step.
-
-    Args:
-        tap: on the model.
-        ranks: processes that the gradient is averaged over.
-    """
+    """All forwards of one optimizer step, whose gradient is averaged over ``ranks``."""
 
     def __init__(self, tap: ModelTap, ranks: Ranks):
         super().__init__(tap, ranks.size)

@@ -29,11 +29,7 @@ class Choice(NamedTuple):
 
 
 class UnknownModel:
-    """The calls in a forward of an unknown model, among whose tensors h is chosen.
-
-    Args:
-        model: as the loop calls it.
-    """
+    """The calls in a forward of an unknown model, among whose tensors h is chosen."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -50,10 +46,6 @@ class UnknownModel:
         Where a part of the output's gradient passes by each of these, as with a head that is no module of its own, h is
         the model's output. Where that has no positions, as of a model that returns its loss, it is the last module's
         output that all but the head's gradient passes through.
-
-        Args:
-            module: that the loop called.
-            output: of it.
 
         Returns:
             The choice; None where the next forward has to show :attr:`part_calls`, or nothing was found.

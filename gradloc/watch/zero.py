@@ -25,11 +25,7 @@ def is_engine(module: Any) -> bool:
 
 
 class ZeroEngine:
-    """One engine with ZeRO: its passes, and its optimizer's gradient.
-
-    Args:
-        engine: DeepSpeed's, as ``deepspeed.initialize`` returns it.
-    """
+    """One engine with ZeRO, as ``deepspeed.initialize`` returns it: its passes, and its optimizer's gradient."""
 
     def __init__(self, engine: Any):
         self.engine, self.optimizer, self.module = engine, engine.optimizer, engine.module
@@ -146,12 +142,7 @@ class ZeroEngine:
 
 
 class ZeroSpace(EngineSpace):
-    """The trained weights and gradients of a ZeRO optimizer. All ranks construct it together.
-
-    Args:
-        zero: the engine.
-        ranks: as of :class:`~..core.gradients.GradientSpace`.
-    """
+    """The trained weights and gradients of a ZeRO optimizer. All ranks construct it together."""
 
     def __init__(self, zero: ZeroEngine, ranks: Ranks | None = None):
         self.zero, self.module, self.model = zero, zero.module, zero.module

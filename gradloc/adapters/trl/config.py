@@ -203,12 +203,9 @@ def misspelt(names: Iterable[str]) -> list[str]:
 
 
 def plan_of(given: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Plan:
-    """Return the plan of a run; ``given`` are TRL's arguments by name, as in its YAML.
+    """Return the plan of a run on these GPUs; ``given`` are TRL's arguments by name, as in its YAML.
 
-    Args:
-        given: what it lacks takes TRL's own default.
-        gpus: of the run; TRL's arguments do not say how many.
-        gpus_per_node: at most.
+    What they lack takes TRL's own default. They do not say how many GPUs there are.
     """
     longest = int(given.get("max_prompt_length") or 512) + int(given.get("max_completion_length") or 256)
     longest = int(given.get("max_length") or longest)

@@ -33,13 +33,7 @@ from .step import OF_PROMPT, TrlStep, mask_of
 
 
 class TrainerWatch(Watch):
-    """Looks into the steps of one TRL trainer.
-
-    Args:
-        trainer: TRL's, ready to train.
-        settings: of spikes; None: none are looked for.
-        health: of the health monitor; None: off.
-    """
+    """Looks into the steps of a TRL trainer that is ready to train, for spikes, for its health, or for both."""
 
     lopti: LoptiConfig | None = None
 

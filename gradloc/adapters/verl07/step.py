@@ -24,14 +24,7 @@ from ..verl_common.losses import ActorLoss, AnalysedLoss, changed, setting_of, t
 
 
 class VerlStep(LossReplay, ByRow):
-    """One mini-batch of verl's actor or critic; inputs are those of its model and loss, by verl's names.
-
-    Args:
-        config: the model's.
-        device_name: where it is.
-        num_ranks: data-parallel ranks.
-        scaler: of the loss (fp16); None where it is not scaled.
-    """
+    """One mini-batch of verl's actor or critic; inputs are those of its model and loss, by verl's names."""
 
     trainer_name = "verl 0.7"
 
@@ -76,14 +69,8 @@ class VerlStep(LossReplay, ByRow):
 
 
 class ActorStep(VerlStep, ActorLoss):
-    """One mini-batch of verl's ``DataParallelPPOActor``.
-
-    Args:
-        actor: verl's.
-        temperature: the rollout's.
-        on_policy: whether the loss uses the present log-probs as the old ones.
-        num_ranks: data-parallel ranks.
-    """
+    """One mini-batch of verl's ``DataParallelPPOActor``; ``on_policy``: the loss uses the present log-probs as the old
+    ones."""
 
     def __init__(self, actor: Any, temperature: float, on_policy: bool, num_ranks: int):
         super().__init__(actor.config, actor.device_name, num_ranks, actor.scaler)
@@ -140,14 +127,9 @@ class ActorStep(VerlStep, ActorLoss):
 
 
 class AnalysedActorStep(ActorStep, AnalysedLoss):
-    """A whole batch as one mini-batch without an optimizer step, cut into training's micro-batches.
+    """This rank's rows of a batch as one mini-batch without an optimizer step, cut into training's micro-batches.
 
-    Args:
-        actor: verl's.
-        data: this rank's rows, verl's DataProto; rows that only fill up the ranks get no weight. Forwards run with the
-            model in training mode, and leave it so.
-        temperature: the rollout's.
-        ranks: data-parallel.
+    Rows that only fill up the ranks get no weight. Forwards run with the model in training mode, and leave it so.
     """
 
     def __init__(self, actor: Any, data: Any, temperature: float, ranks: Ranks):
@@ -258,12 +240,8 @@ def own_loss(
 ) -> torch.Tensor:
     """Return the loss that verl would run backward from, an unscaled scalar; the actor is not changed.
 
-    Args:
-        actor: verl's ``DataParallelPPOActor``, in training mode.
-        inputs: of the micro-batch, as the loss takes them; ``old_log_probs`` are not recomputed.
-        log_prob: (B, T), with a graph or not.
-        entropy: (B, T); None where the loss does not use it.
-        settings: replace those of the actor's config.
+    It is of these log-probs and entropies (B, T), None where the loss does not use any; ``old_log_probs`` are not
+    recomputed. The settings replace those of the actor's config.
     """
     from verl.workers.actor import dp_actor  # not at the top: it imports this package
 

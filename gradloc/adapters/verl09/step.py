@@ -42,12 +42,9 @@ def padded(values: torch.Tensor) -> torch.Tensor:
 
 
 class Packing:
-    """Maps a micro-batch's response tokens (B, T) to the positions (N,) of their log-probs, and back.
+    """Maps the response tokens (B, T) of verl's TensorDict to the positions (N,) of their log-probs, and back.
 
-    Args:
-        data: verl's TensorDict, as it came to the engine.
-        device: of the values.
-        length: T; None: that of the longest response.
+    T is ``length``, or where that is None the longest response's.
     """
 
     def __init__(self, data: Any, device: torch.device, length: int | None = None):
@@ -108,12 +105,9 @@ class EngineMicroBatch(MicroBatch):
 
 
 class EngineStep(ActorLoss, ByRow):
-    """One mini-batch of verl's FSDP engine.
+    """One mini-batch of verl's ``FSDPEngineWithLMHead``, with :class:`.engine.WatchedFSDP` in front.
 
-    Args:
-        engine: verl's ``FSDPEngineWithLMHead``, with :class:`.engine.WatchedFSDP` in front.
-        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
-        num_ranks: data-parallel ranks.
+    Its loss function is verl's ``ppo_loss`` with the actor's config bound to it.
     """
 
     trainer_name = "verl 0.9"
@@ -252,13 +246,9 @@ class EngineStep(ActorLoss, ByRow):
 
 
 class AnalysedEngineStep(EngineStep, AnalysedLoss):
-    """A whole batch as one mini-batch without an optimizer step, cut into training's micro-batches.
+    """This rank's rows of a batch as one mini-batch without an optimizer step, cut into training's micro-batches.
 
-    Args:
-        engine: verl's ``FSDPEngineWithLMHead``.
-        loss_function: training's, with the actor's config bound to it.
-        data: this rank's rows, verl's TensorDict; rows that only fill up the ranks get no weight.
-        ranks: data-parallel.
+    Rows that only fill up the ranks get no weight.
     """
 
     def __init__(self, engine: Any, loss_function: Callable, data: Any, ranks: Ranks):
@@ -353,11 +343,8 @@ def resetting_offloading(engine: Any) -> Iterator[None]:
 
 
 def reset_offloading(engine: Any) -> None:
-    """Reset the offloading handler after a forward whose backward never came, as where a pass of the search failed.
-
-    Args:
-        engine: verl's ``FSDPEngine``; does nothing where it offloads no activations.
-    """
+    """Reset the handler of an engine that offloads activations, after a forward whose backward never came, as where a
+    pass of the search failed."""
     hook = _offloading_hook(engine.module) if engine.model_config.enable_activation_offload else None
     if hook is None:
         return
@@ -383,13 +370,7 @@ _RATIO_FIELDS = ("rollout_log_probs", "response_mask")
 def with_token_weights(
     loss_function: partial, weigher: TokenWeigher, note: Callable[[Mapping[str, float]], Any]
 ) -> partial:
-    """Return verl's loss with tokens weighted by the clips on ratios.
-
-    Args:
-        loss_function: verl's ``ppo_loss`` with the actor's config bound to it.
-        weigher: computes the weights.
-        note: gets the clips' metrics, once a micro-batch.
-    """
+    """Weigh the tokens of verl's loss by the clips on ratios; ``note`` gets their metrics, once a micro-batch."""
     return partial(weighted_loss, loss_function.func, weigher, note, **loss_function.keywords)
 
 

@@ -93,11 +93,6 @@ _PARTITION = "train"
 class V1TrainerAnalyses(VerlAnalyses):
     """Analyses and rollout filter of verl's V1 trainer.
 
-    Args:
-        config: the trainer's whole config.
-        settings: those that hold under ``gradloc``.
-        analyses: from :func:`~..verl_common.requirements.analyses_in`.
-
     Raises:
         ValueError: one sentence, for an analysis batch that this trainer cannot have.
     """
@@ -198,9 +193,6 @@ def _filled_up(values: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 class TrainerSide(TrainerFeatures):
     """Hook that a V1 trainer calls; methods are in the order of their calls, and do nothing for a part that is off.
-
-    Args:
-        config: the trainer's whole config.
 
     Raises:
         ValueError: one sentence, for a setting that is wrong or that these workers do not have.

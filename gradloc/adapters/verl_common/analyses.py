@@ -52,16 +52,10 @@ class VerlAnalyses:
 
     @staticmethod
     def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:
-        """Roll out and score a batch that is not trained on; the rollout draws from the sampler like any other.
+        """Roll out and score a batch that is not trained on, inside a step, of prompts that are drawn by this seed.
 
-        Args:
-            trainer: verl's, inside a step.
-            num_groups: prompts.
-            group_size: rollouts per prompt.
-            seed: of the prompts' draw; one per step.
-
-        Returns:
-            verl's batch with advantages, filtered as training batches are.
+        The rollout draws from the sampler like any other. Returns verl's batch with advantages, filtered as training
+        batches are.
         """
         raise NotImplementedError
 

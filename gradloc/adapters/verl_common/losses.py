@@ -69,13 +69,10 @@ def estimator_of(algorithm: Any) -> str:
 def advantage_groups(
     batch: BatchView, algorithm: Any, is_reweighted: bool, refused_cures: frozenset[str] = frozenset()
 ) -> Groups | None:
-    """Return how the batch's advantages were computed; None where it has none.
+    """Return how the advantages of a batch that is about to be trained on were computed; None where it has none.
 
-    Args:
-        batch: the batch that is about to be trained on.
-        algorithm: the ``algorithm`` block of the trainer's config.
-        is_reweighted: whether the advantages were scaled by the tokens' probabilities.
-        refused_cures: cures with whose settings the run would be refused.
+    ``algorithm`` is that block of the trainer's config, and ``is_reweighted`` says whether the advantages were scaled
+    by the tokens' probabilities.
     """
     if batch.is_critics or batch.is_distilled:
         return None

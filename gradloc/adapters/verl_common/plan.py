@@ -19,11 +19,7 @@ def is_engine(config: Any) -> bool:
 
 
 class _Settings:
-    """The trainer's config, of which a setting has one name or, over verl's versions, several.
-
-    Args:
-        config: the whole of it.
-    """
+    """The trainer's whole config, in which a setting has one name or, over verl's versions, several."""
 
     def __init__(self, config: Any):
         self.config = config

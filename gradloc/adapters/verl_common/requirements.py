@@ -79,11 +79,7 @@ class RequestedFeatures(NamedTuple):
 
 
 def asked_of(config: Any, on: Collection[str]) -> RequestedFeatures:
-    """Return the features that a run asks for; refuse the run if one of them could not work.
-
-    Args:
-        config: the trainer's whole config.
-        on: see :func:`check_needs`.
+    """Return the features that a run asks for; refuse the run if one of them could not work: :func:`check_needs`.
 
     Raises:
         ValueError: one sentence.
@@ -233,11 +229,9 @@ def needed_of_megatron(block: str) -> dict[str, Any]:
 
 
 def refuse_pictures(feature: str, inputs: Iterable[Any]) -> None:
-    """Refuse inputs that an analysis does not know.
+    """Refuse rows with inputs besides text, which the analysis that ``feature`` switches on does not know.
 
-    Args:
-        feature: the setting that switches it on.
-        inputs: each row's inputs besides text. In a text-only run verl's agent loop gives empty dicts.
+    In a text-only run verl's agent loop gives empty dicts.
 
     Raises:
         ValueError: one sentence.

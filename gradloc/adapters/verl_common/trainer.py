@@ -34,12 +34,8 @@ _WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")
 
 
 def build_monitor(config: Any, grad_clip: Any) -> Monitor | None:
-    """Return the trainer's health monitor; None while ``trainer.health.enable`` is off.
-
-    Args:
-        config: the trainer's whole config.
-        grad_clip: verl's limit on the norm of the actor's gradient.
-    """
+    """Return the trainer's health monitor, given verl's limit on the norm of the actor's gradient; None while
+    ``trainer.health.enable`` is off."""
     settings = health_in(config)
     if settings is None:
         return None
@@ -132,13 +128,9 @@ class Workers(NamedTuple):
 
 
 class WorkersUpdate:
-    """An update of a model that verl is about to make; an adapter reads and writes its batch of R rows.
+    """An update of a model that verl is about to make by its ``original`` method.
 
-    Args:
-        trainer: verl's.
-        workers: the model's.
-        batch: verl's, in the order in which its rows are dealt out.
-        original: verl's own method, where it is to be made.
+    An adapter reads and writes verl's batch of R rows, which are in the order in which they are dealt out.
     """
 
     dp_size: int
@@ -223,11 +215,7 @@ class TrainerFeatures:
     def switch_on(self, config: Any, asked: RequestedFeatures, clip_key: str, grad_clip: Any) -> None:
         """Switch on what a run asks for, but its drivers and analyses.
 
-        Args:
-            config: the trainer's whole config.
-            asked: see :func:`~.requirements.asked_of`.
-            clip_key: the setting with verl's limit on the norm of the actor's gradient.
-            grad_clip: that limit.
+        ``grad_clip`` is verl's limit on the norm of the actor's gradient, as the setting ``clip_key`` has it.
         """
         self.settings, self.alpha, self.lopti = asked.settings, asked.alpha, asked.lopti
         self.stabilizers = build_memory(asked.settings.stabilize, clip_key, grad_clip)

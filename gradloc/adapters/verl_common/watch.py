@@ -121,11 +121,8 @@ class ActorWatch:
 
 
 class Clipping:
-    """Calls verl's own clipping, and puts a function of ours in its place.
-
-    Args:
-        holder: verl's module that clips: FSDP1 by the model's method, FSDP2 by a function that this module imports.
-    """
+    """Calls verl's own clipping, and puts a function of ours in its place: the model's method for FSDP1, for FSDP2 a
+    function that verl's module ``holder`` imports."""
 
     def __init__(self, holder: ModuleType):
         self._holder, self._fsdp2_clip = holder, holder.fsdp2_clip_grad_norm_
@@ -192,12 +189,7 @@ _KEY = "gradloc_report_"
 
 
 def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
-    """Ask all processes of verl's worker group, and return their answers in the processes' order.
-
-    Args:
-        group: verl's.
-        ask: a plain function that runs in each worker, and returns an :func:`answer`.
-    """
+    """Run a plain function in each worker of verl's group; return what they :func:`answer`, in the processes' order."""
     answers = group.execute_with_func_generator(ask).meta_info
     by_process = {int(key.removeprefix(_KEY)): value for key, value in answers.items() if key.startswith(_KEY)}
     return [by_process[process] for process in sorted(by_process)]
