@@ -10,7 +10,7 @@ Shapes: B rows of the micro-batch, T response positions, N positions.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -86,22 +86,22 @@ _DISTILLED = "distillation_loss."
 
 @dataclass
 class EngineMicroBatch(MicroBatch):
-    """A micro-batch whose inputs are verl's TensorDict."""
-
-    packed: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Fields of the record as verl's model gave them and the backward delivered them, (N,), until they are read."""
+    """A micro-batch whose inputs are verl's TensorDict; its record has verl's nested tensors until it is read."""
 
     @cached_property
     def layout(self) -> Packing:
         return Packing(self.inputs, torch.device(get_device_name()))
 
-    def unpack(self) -> Recorded:
-        """Return the record, (B, T): padded when it is read, not while nothing spikes."""
-        while self.packed:
-            name = next(iter(self.packed))
-            setattr(self.recorded, name, self.layout.unpack(self.packed[name]))
-            del self.packed[name]  # last, so that a failure loses nothing
+    def unpack(self, packed: Mapping[str, torch.Tensor]) -> Recorded:
+        """Return the record, (B, T), with these values: padded when it is read, not while nothing spikes."""
+        for name, values in packed.items():
+            setattr(self.recorded, name, self.layout.unpack(values.to(get_device_name())))
         return self.recorded
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return the values (N,) of the record's fields that were not read yet."""
+        fields = vars(self.recorded).items()
+        return {name: each.values() for name, each in fields if isinstance(each, torch.Tensor) and each.is_nested}
 
 
 class EngineStep(ActorLoss, ByRow):
@@ -124,13 +124,8 @@ class EngineStep(ActorLoss, ByRow):
 
     def record_output(self, model_output: dict[str, torch.Tensor], number: int = -1) -> None:
         """Record the values of the last micro-batch, or of this one, and hook their coefficients; computes nothing."""
-        packed = self.micro_batches[number].packed
-        for key, name in FIELDS.items():
-            value = model_output.get(key)
-            if value is not None:
-                packed[name] = value.detach().values()
-                if value.requires_grad:
-                    value.register_hook(partial(_keep, packed, f"{name}_coefficient"))
+        known = {FIELDS[key]: value for key, value in model_output.items() if key in FIELDS and value is not None}
+        self.micro_batches[number].recorded.hook(Outputs(**known))
 
     # ---- what the search may ask
 
@@ -143,7 +138,8 @@ class EngineStep(ActorLoss, ByRow):
         return getattr(self.engine.engine_config, "use_no_sync_for_gradient_accumulation", True)
 
     def recorded(self, micro_batch: int) -> Recorded:
-        return self.micro_batches[micro_batch].unpack()
+        batch = self.micro_batches[micro_batch]
+        return batch.unpack(batch.packed())
 
     def rows(self, micro_batch: int) -> list[int]:
         rows = self.micro_batches[micro_batch].inputs.get(ROW_KEY, None)
@@ -311,10 +307,6 @@ class EngineCriticStep(EngineStep):
 def is_fused(data: Any) -> bool:
     """Return whether verl computes the log-probs of a micro-batch by its fused kernel."""
     return tu.get_non_tensor_data(data=data, key="use_fused_kernels", default=False)
-
-
-def _keep(packed: dict[str, torch.Tensor], name: str, grad: torch.Tensor) -> None:
-    packed[name] = grad.detach().values()
 
 
 @contextmanager

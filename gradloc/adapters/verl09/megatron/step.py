@@ -138,16 +138,12 @@ class MegatronStep(EngineStep, Scheduled):
     def distribute_records(self) -> None:
         if self._is_shared:
             return
-        source, synced = (
-            parallel_state.get_pipeline_model_parallel_last_rank(),
-            self.engine._watch.ranks.run_local_synced,
-        )
-        packed = [each.packed for each in self.micro_batches]
-        sent = synced(partial(_on, torch.device("cpu"), packed))
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        synced = self.engine._watch.ranks.run_local_synced
+        batches = self.micro_batches
+        sent = synced(lambda: [{name: value.cpu() for name, value in each.packed().items()} for each in batches])
         dist.broadcast_object_list(sent, src=source, group=_stages())
-        known = synced(partial(_on, self.device, packed if dist.get_rank() == source else sent))
-        for each, values in zip(self.micro_batches, known, strict=True):
-            each.packed = values
+        synced(lambda: [each.unpack(values) for each, values in zip(batches, sent, strict=True)])
         self._is_shared = True
 
     def recorded(self, micro_batch: int) -> Recorded:
@@ -293,10 +289,6 @@ class MegatronStep(EngineStep, Scheduled):
 
 def _stages() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
-
-
-def _on(device: torch.device, packed: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    return [{name: value.to(device) for name, value in tensors.items()} for tensors in packed]
 
 
 def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
