@@ -140,7 +140,7 @@ def filter_rows(rewards: list[float], per_group: int, dump_dir: str, overrides: 
     batch.non_tensor_batch["row"] = np.arange(len(rewards))
     ids, metrics = batch.batch["input_ids"].clone(), {}
     extras = {"acc": [float(reward) for reward in rewards]}
-    kept, kept_scores, kept_extras = trainer.analysis.filter(trainer, batch, scores, extras, metrics)
+    kept, kept_scores, kept_extras = trainer.gradloc.filter(trainer, batch, scores, extras, metrics)
     rows = kept.non_tensor_batch["row"].tolist()
     before = kept.batch["advantages"].clone()
     trainer.gradloc.analyze(trainer, kept, {}, {})

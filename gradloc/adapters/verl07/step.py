@@ -245,12 +245,14 @@ def own_loss(
     """
     from verl.workers.actor import dp_actor  # not at the top: it imports this package
 
-    catcher = LossCatcher()
+    losses: list[torch.Tensor] = []
+    # in place of the scaler, which keeps the loss and runs no backward
+    scaler = SimpleNamespace(scale=lambda loss: SimpleNamespace(backward=lambda: losses.append(loss)))
     # with use_rollout_log_probs verl takes the given old log-probs also on policy
     config = changed(actor.config, use_rollout_log_probs=True, ppo_epochs=1, **settings)
     instead = {
         "config": config,
-        "scaler": catcher,
+        "scaler": scaler,
         "gradloc": NullHook(actor.gradloc),
         "actor_optimizer": SimpleNamespace(zero_grad=lambda: None),
         "gradient_accumulation": 1,  # which verl sets again
@@ -262,20 +264,7 @@ def own_loss(
     vars(data).update(select=lambda **_: data, split=lambda _: [data], to=lambda _: data)
     with replaced(actor, **instead), replaced(dp_actor, prepare_dynamic_batch=lambda *_, **__: ([data], None)):
         actor.update_policy(data)
-    return catcher.loss
-
-
-class LossCatcher:
-    """Replaces the scaler: keeps the loss, and runs no backward."""
-
-    loss: torch.Tensor
-
-    def scale(self, loss: torch.Tensor) -> "LossCatcher":
-        self.loss = loss
-        return self
-
-    def backward(self) -> None:
-        pass
+    return losses[0]
 
 
 class NullHook(Off):

@@ -109,10 +109,32 @@ class TrainerHook(TrainerFeatures):
         batch.non_tensor_batch[SEQUENCE_KEY] = np.array(sequence_ids(batch.non_tensor_batch["uid"]), dtype=object)
 
     def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Return the rows to train on, once rewards are known; see :meth:`RayTrainerAnalyses.filter`."""
-        if self.analysis is None:
+        """Keep the groups of rollouts that the filter chooses, once rewards are known.
+
+        Args:
+            trainer: balances the smaller batch and knows the ranks.
+            batch: with uid, response_mask and attention_mask.
+            rewards: (R, T) token-level scores.
+            extras: per-row lists that the reward function returned.
+            metrics: of the step; ``rollout/*`` is added.
+
+        Returns:
+            batch, rewards and extras of the rows kept.
+        """
+        is_kept = None
+        if self.analysis is not None:
+            uids, mask = batch.non_tensor_batch["uid"], batch.batch["response_mask"]
+            is_kept = self.analysis.kept_rows(uids, rewards, mask, _row_divisor(trainer), metrics)
+        if is_kept is None:
             return batch, rewards, extras
-        return self.analysis.filter(trainer, batch, rewards, extras, metrics)
+        batch.batch["token_level_scores"] = rewards  # selected with the other tensors; fit() sets the same later
+        batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
+        batch = batch.select_idxs(np.flatnonzero(is_kept))
+        if trainer.config.trainer.balance_batch:
+            trainer._balance_batch(batch, metrics=metrics)
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        rewards = batch.batch.pop("token_level_scores")
+        return batch, rewards, {key: batch.non_tensor_batch[key].tolist() for key in extras}
 
     def after_advantages(self, batch: Any, metrics: dict[str, Any]) -> None:
         """Reweight advantages, right after the estimator."""
@@ -160,32 +182,6 @@ _ACTOR_KEYS += ("advantages", "ref_log_prob", "rollout_is_weights", "rollout_log
 
 class RayTrainerAnalyses(VerlAnalyses):
     """Analyses and rollout filter of verl's ``RayPPOTrainer``."""
-
-    def filter(self, trainer: Any, batch: Any, rewards: torch.Tensor, extras: dict[str, Any], metrics: dict) -> tuple:
-        """Keep the groups of rollouts that the filter chooses.
-
-        Args:
-            trainer: balances the smaller batch and knows the ranks.
-            batch: with uid, response_mask and attention_mask.
-            rewards: (R, T) token-level scores.
-            extras: per-row lists that the reward function returned.
-            metrics: of the step; ``rollout/*`` is added.
-
-        Returns:
-            batch, rewards and extras of the rows kept.
-        """
-        uids, mask = batch.non_tensor_batch["uid"], batch.batch["response_mask"]
-        is_kept = self.kept_rows(uids, rewards, mask, _row_divisor(trainer), metrics)
-        if is_kept is None:
-            return batch, rewards, extras
-        batch.batch["token_level_scores"] = rewards  # selected with the other tensors; fit() sets the same later
-        batch.non_tensor_batch.update({key: np.array(value) for key, value in extras.items()})
-        batch = batch.select_idxs(np.flatnonzero(is_kept))
-        if trainer.config.trainer.balance_batch:
-            trainer._balance_batch(batch, metrics=metrics)
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-        rewards = batch.batch.pop("token_level_scores")
-        return batch, rewards, {key: batch.non_tensor_batch[key].tolist() for key in extras}
 
     def ask(
         self, update: WorkersUpdate, tensors: Mapping[str, torch.Tensor], request: Mapping[str, Any]

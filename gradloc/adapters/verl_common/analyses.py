@@ -40,8 +40,20 @@ class VerlAnalyses:
 
     def __init__(self, config: Any, root: str, settings: tuple):
         buckets, quartiles, self.filter_settings = settings
-        self._config, run = config, _run_of(config, root)
-        self.trackers = run.trackers
+        self._config, actor = config, config.actor_rollout_ref.actor
+        self.trackers: dict[str, Any] = {}
+        run = AnalysisRun(
+            root=root,
+            seed=config.data.get("seed") or 0,
+            trackers=self.trackers,
+            names={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},
+            loss={
+                "loss_mode": actor.policy_loss.get("loss_mode", "vanilla"),
+                "loss_agg_mode": actor.loss_agg_mode,
+                "adv_estimator": str(config.algorithm.adv_estimator),
+            },
+            vital=(RayError,),
+        )
         self.quartiles = None if quartiles is None else QuartileReporter(quartiles, run)
         self.buckets = None if buckets is None else BucketReporter(buckets, run, self._separate)
 
@@ -139,22 +151,6 @@ class VerlAnalyses:
             return self.analysis_batch(update, BUCKETS)
         finally:
             self.counts = counts
-
-
-def _run_of(config: Any, root: str) -> AnalysisRun:
-    actor = config.actor_rollout_ref.actor
-    return AnalysisRun(
-        root=root,
-        seed=config.data.get("seed") or 0,
-        trackers={},
-        names={"project": config.trainer.project_name, "experiment": config.trainer.experiment_name},
-        loss={
-            "loss_mode": actor.policy_loss.get("loss_mode", "vanilla"),
-            "loss_agg_mode": actor.loss_agg_mode,
-            "adv_estimator": str(config.algorithm.adv_estimator),
-        },
-        vital=(RayError,),
-    )
 
 
 # ---- a batch of its own: verl's training loop, run on one batch and stopped at the advantages. A copy of the trainer

@@ -127,11 +127,6 @@ def _corrected(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     return {MASK: mask} if weights is None else {WEIGHTS: weights.batch[WEIGHTS]}
 
 
-def _truncated(tensors: Mapping[str, torch.Tensor], *_: Any) -> torch.Tensor | None:
-    """Return the weights of the run's own correction, bounded."""
-    return tensors[WEIGHTS].clamp(max=_MAX_WEIGHT) if WEIGHTS in tensors else None
-
-
 def _clipped(
     settings: StabilizeConfig, tensors: Mapping[str, torch.Tensor], log_prob: torch.Tensor, has_ratio_clips: bool
 ) -> torch.Tensor | None:
@@ -142,7 +137,8 @@ def _clipped(
 
 
 _WEIGHT_CURES: dict[str, Callable[..., torch.Tensor | None]] = {
-    "truncate": _truncated,
+    # of the run's own correction, bounded
+    "truncate": lambda tensors, *_: tensors[WEIGHTS].clamp(max=_MAX_WEIGHT) if WEIGHTS in tensors else None,
     "clip_tokens": partial(_clipped, StabilizeConfig(token_clip=TokenClipConfig(mode="clamp"))),
     "clip_sequences": partial(_clipped, StabilizeConfig(seq_clip=SeqClipConfig(mode="clamp"))),
 }
