@@ -14,7 +14,7 @@ from ..analysis.config import Analyses
 from ..analysis.parts import QUARTILE_KEY, Analysed, measure
 from ..analysis.reporter import AnalysisBatch, AnalysisRun, BucketReporter, QuartileReporter, Reporter
 from ..core.ranks import LostRank
-from ..loop.batch import BatchView
+from ..loop.batch import BatchView, at_first
 
 
 class LoopAnalyses:
@@ -92,7 +92,7 @@ def _analysis_batch(view: BatchView | None, objection: str, ask: Any) -> Analysi
     mask = tensors["response_mask"]
     if "token_level_scores" not in tensors:  # no rewards were noted: a row's mean advantage, at its first position
         means = (tensors["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)
-        tensors["token_level_scores"] = torch.nn.functional.pad(means.unsqueeze(1), (0, mask.shape[1] - 1))
+        tensors["token_level_scores"] = at_first(means, mask)
 
     def ask_with_groups(labels: Mapping[str, torch.Tensor], request: Mapping[str, Any]) -> list[dict[str, Any]]:
         if QUARTILE_KEY not in labels and names is None:

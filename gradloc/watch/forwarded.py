@@ -264,7 +264,7 @@ def count_backward(done: list[RecordedForward], has_gradient: bool) -> bool:
 class Graph:
     """The outputs of a forward that was run again with a graph."""
 
-    def __init__(self, is_cut_behind_heads: bool = True) -> None:
+    def __init__(self, is_cut_behind_heads: bool) -> None:
         self.is_cut_behind_heads = is_cut_behind_heads
         """Whether no gradient flows into the heads' outputs from what the model makes of them."""
         self.hidden: torch.Tensor | None = None

@@ -182,8 +182,7 @@ def checked_notes(
     noted["tensors"] = {name: _expanded(name, value, size) for name, value in tensors.items() if value is not None}
     rewards = noted["tensors"].pop("rewards", None)
     if rewards is not None:
-        zeros = torch.zeros(size, device=rewards.device)
-        noted["tensors"]["token_level_scores"] = at_first(rewards[:, 0], zeros)
+        noted["tensors"]["token_level_scores"] = at_first(rewards[:, 0], rewards)
     return noted
 
 

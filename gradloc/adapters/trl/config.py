@@ -212,7 +212,8 @@ def plan_of(given: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Plan:
     rows, micro_batches = given.get("per_device_train_batch_size", 8), given.get("gradient_accumulation_steps", 1)
     is_sharded = bool(given.get("fsdp"))
     is_half = given.get("bf16", True) or given.get("fp16", False)
-    is_fused = bool(given.get("use_liger_kernel"))
+    # TRL divides by the temperature, and always asks for entropies, in pieces
+    logit_bytes = 0.0 if given.get("use_liger_kernel") else 8.5
     return Plan(
         str(given.get("model_name_or_path", "")),
         Layout(gpus, gpus if is_sharded else 1, gpus_per_node, whole_bytes=4 if gpus > 1 and not is_sharded else 0),
@@ -221,9 +222,7 @@ def plan_of(given: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Plan:
             int(micro_batches),
             number_bytes=2 if is_half else 4,
             is_checkpointed=bool(given.get("gradient_checkpointing", True)),
-            logit_bytes=0.0
-            if is_fused
-            else 8.5,  # TRL divides by the temperature, and always asks for entropies, in pieces
+            logit_bytes=logit_bytes,
         ),
         int(given.get("lora_r", 16)) if given.get("use_peft") else 0,
     )

@@ -6,39 +6,36 @@ that does not ask for GradLoc these do nothing.
 """
 
 import importlib
+import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
-from typing import Any
 
 _TRAINERS = "verl.trainer.ppo.v1"
 
 
-class _AfterTrainers(MetaPathFinder):
-    """Registers our trainers as soon as verl's have been imported."""
+def _register() -> None:
+    importlib.import_module(f"{__package__}.trainer").watch_trainers()
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _TRAINERS:
+
+class _AfterTrainers:
+    """Finds verl's trainers as Python does, and registers ours once they have run."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _TRAINERS:
             return None
         sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            run = loader.exec_module
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            run = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
+            def exec_module(module):
                 run(module)
-                importlib.import_module(f"{__package__}.trainer").watch_trainers()
+                _register()
 
-            loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module
         return spec
 
 
 if _TRAINERS in sys.modules:  # a plug-in of somebody else was quicker
-    importlib.import_module(f"{__package__}.trainer").watch_trainers()
+    _register()
 else:
     sys.meta_path.insert(0, _AfterTrainers())

@@ -373,7 +373,7 @@ class SeenRows:
 
     def forget(self) -> None:
         """Forget the facts of rows that changed."""
-        self._keys: list[str] = []
+        self._row_of_key: dict[str, int] = {}
         self._uids: list[str] = []
         self._known: dict[bool, RowFacts] = {}
 
@@ -399,26 +399,24 @@ class SeenRows:
         try:
             models = (False, True) if has_critic else (False,)
             self._known = {is_critics: _facts(rows, is_critics) for is_critics in models}
-            self._keys, self._uids = list(batch.keys), list(rows["uid"])
+            self._row_of_key, self._uids = {key: row for row, key in enumerate(batch.keys)}, list(rows["uid"])
         except Exception as error:  # another verl computes them in another way
             logger.info("gradloc: facts of healthy steps are fetched from verl's queue, at some cost: %r", error)
             self.forget()
 
     def facts(self, batch: Any, is_critics: bool) -> RowFacts | None:
         """Return the facts of the batch's rows, in their order; None for rows that verl did not read."""
-        indices = self._indices(batch)
-        return None if indices is None or is_critics not in self._known else self._known[is_critics].at(indices)
+        rows = self._rows(batch)
+        return None if rows is None or is_critics not in self._known else self._known[is_critics].at(torch.tensor(rows))
 
     def uids(self, batch: Any) -> list[str] | None:
         """Return the name of each row's prompt; None for rows that verl did not read."""
-        indices = self._indices(batch)
-        return None if indices is None else [self._uids[index] for index in indices.tolist()]
+        rows = self._rows(batch)
+        return None if rows is None else [self._uids[row] for row in rows]
 
-    def _indices(self, batch: Any) -> torch.Tensor | None:
-        index_of_key = {key: index for index, key in enumerate(self._keys)}
-        if not index_of_key or not index_of_key.keys() >= set(batch.keys):
-            return None
-        return torch.tensor([index_of_key[key] for key in batch.keys])
+    def _rows(self, batch: Any) -> list[int] | None:
+        are_known = all(key in self._row_of_key for key in batch.keys)
+        return [self._row_of_key[key] for key in batch.keys] if are_known else None
 
 
 class _Lazy(Mapping[str, Any]):
