@@ -78,7 +78,8 @@ class Fit(NamedTuple):
     """dL / d potential, float32 (N, K)."""
     residual: torch.Tensor
     """L2 norm of the residual of dL/dh, (N,)."""
-    potentials: Potentials
+    log_prob: torch.Tensor
+    """The label's log-prob, float32 (N,)."""
     rank: torch.Tensor
     """The number of tokens that are likelier than the label, (N,)."""
     neighbours: torch.Tensor
@@ -113,9 +114,7 @@ def fit(
     for at in chunks(len(hidden), len(weight)):
         others = labels[at, None] if neighbours is None else neighbours[at]
         found.append(_fit(hidden[at], weight, bias, labels[at], pulls[at].float(), tolerance, others, further))
-    known = Potentials(*(torch.cat(each) for each in zip(*(each.potentials for each in found), strict=True)))
-    joined = {name: torch.cat([getattr(each, name) for each in found]) for name in Fit._fields if name != "potentials"}
-    return Fit(potentials=known, **joined)
+    return Fit(*(torch.cat(each) for each in zip(*found, strict=True)))
 
 
 def _fit(
@@ -153,10 +152,10 @@ def _fit(
         rows = bad[better]
         labels = labels.clone()
         labels[rows], parts[rows], residual[rows] = best[better], again[better], left[better]
-    known = potentials(logits, labels)
+    log_prob = potentials(logits, labels).log_prob
     rank = (logits > logits.gather(-1, labels.unsqueeze(-1))).sum(-1)
     moved = log_probs.gather(-1, neighbours.clamp(0, len(weight) - 1))
-    return Fit(labels, parts, residual, known, rank, moved)
+    return Fit(labels, parts, residual, log_prob, rank, moved)
 
 
 def _likeliest(

@@ -349,7 +349,7 @@ class TapStep(LoopStep):
             read = [batch.labels] if batch.labels is not None else [each.clamp(min=0) for each in forwarded.ids()]
             batch.ids = batch.in_window(read[0].reshape(-1)) if read else batch.ids
         recorded = TapRecorded(forwarded.rng, backward=partial(self._backward, batch))
-        recorded.log_prob, recorded.is_known = batch.in_window(found.potentials.log_prob), batch.labels is not None
+        recorded.log_prob, recorded.is_known = batch.in_window(found.log_prob), batch.labels is not None
         recorded.is_entropy = not self.has_rest
         if self.form == "log_probs":
             rest = found.parts[:, 1:]
@@ -573,6 +573,4 @@ def _shifted(batch: TapMicroBatch, found: Fit) -> torch.Tensor:
 
 def _empty_fit(norms: torch.Tensor) -> Fit:
     zero = torch.zeros_like(norms)
-    return Fit(
-        zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, Potentials(*[zero] * 4), zero.long(), zero.unsqueeze(-1)
-    )
+    return Fit(zero.long(), zero.unsqueeze(-1).expand(-1, 4), norms, zero, zero.long(), zero.unsqueeze(-1))
