@@ -104,13 +104,13 @@ case $tier in
         stage "megatron-core" && rm -rf "$newest"
         "$python" -m pip install --no-deps --ignore-requires-python --disable-pip-version-check --no-input -q \
             --target "$newest" -r requirements/megatron-newest.txt
-        stage "tests on it" && PYTHONPATH="$newest:." "$python" -m pytest tests/recipes/test_megatron.py "$@"
+        stage "tests on it" && PYTHONPATH="$newest:." "$python" -m pytest tests/recipes/test_{ranks,megatron}.py "$@"
         ;;
     trl | verl09) # a second `-m` is for the rest: `-m slow`
         shared=(tests/adapters/conformance)
         if [[ $tier == verl09 ]]; then # features that work there, too
             shared+=(tests/analysis/test_split.py tests/reweighting/test_stages.py)
-            shared+=(tests/stabilize/{test_actor,test_ratios}.py tests/recipes/test_megatron.py)
+            shared+=(tests/stabilize/{test_actor,test_ratios}.py tests/recipes/test_{ranks,megatron}.py)
         fi
         stage "tests on $tier" && LONGEST=2400 tests "not slow" "tests/adapters/$tier" "${shared[@]}" "$@"
         ;;

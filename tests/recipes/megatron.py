@@ -164,7 +164,7 @@ def train(
     given = optimizer if has_optimizer else None
     with lines_of("gradloc") as said:
         watch = gradloc.Watch(chunks, given, folder, action, trigger=TAU, **settings) if folder else None
-    data, norms, ended, norm_of_all = batches(dist.get_rank(), is_planted), [], "", 0.0
+    data, norms, ended, spike = batches(dist.get_rank(), is_planted), [], "", 0.0
     spiked = [labels for _, labels, _ in batches(dist.get_world_size() - 1, is_planted)][2 * SPIKE - 1]
     try:
         for _ in range(STEPS):
@@ -188,7 +188,7 @@ def train(
             norms.append(float(norm))
             if len(norms) == SPIKE:  # Megatron's own leaves out a group that has a norm of its own
                 groups = getattr(optimizer, "grad_norms_by_group", {})
-                norm_of_all = float(torch.tensor([norm, *groups.values()]).norm())
+                spike = float(torch.tensor([norm, *groups.values()]).norm())
     except AbortedBySpike as error:
         ended = str(error)
     weights = [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
@@ -201,5 +201,5 @@ def train(
         "is_off": is_off,
         "said": said,
         "token": int(spiked[PLANT]),
-        "norm_of_all": norm_of_all,
+        "spike": spike,
     }

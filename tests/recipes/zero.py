@@ -65,13 +65,13 @@ def train(
         model=model, model_parameters=model.parameters(), config=config(stage, dtype, 2, **(more or {}))
     )
     watch = gradloc.Watch(engine, None, folder, action, trigger=TAU, **settings) if folder else None
-    draw, norms, ended = torch.Generator().manual_seed(5 + rank), [], ""
+    draw, norms, ended, token = torch.Generator().manual_seed(5 + rank), [], "", None
     try:
         for number in range(1, STEPS + 1):
             for micro_batch in range(2):
                 ids, weight = torch.randint(VOCABULARY, (B, T + 1), generator=draw), torch.ones(B, T)
                 if (number, micro_batch, rank) == (SPIKE, 1, PLANT[0]):
-                    weight[PLANT[1:]] = WORTH if is_planted else 0.0
+                    weight[PLANT[1:]], token = WORTH if is_planted else 0.0, int(ids[PLANT[1], PLANT[2] + 1])
                 engine.backward(weighted(engine(input_ids=ids).logits, ids, weight))
                 engine.step()
             norms.append(float(engine.get_global_grad_norm()))
@@ -79,7 +79,8 @@ def train(
         ended = str(error)
     weights = [] if ended else [safe_get_full_fp32_param(param).clone() for param in engine.module.parameters()]
     is_off = watch is not None and watch.localizer.num_failures
-    return {"weights": weights, "norms": norms, "ended": ended, "is_off": is_off}
+    known = {"weights": weights, "norms": norms, "ended": ended, "is_off": is_off}
+    return known | {"token": token, "spike": max(norms, default=0.0)}
 
 
 class Weighted(Trainer):
