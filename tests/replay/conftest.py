@@ -85,3 +85,13 @@ def edit_tensors(bundle: Path, change) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+
+
+def check_same(record: dict, bundle: Path, slack: float = 1e-5) -> None:
+    """A whole step's event is replayed at its weights: the same culprits, and the same norm within ``slack``."""
+    event = json.loads((bundle / "meta.json").read_text())["event"]
+    assert record["verdict"] == "same"
+    assert record["weights"]["verdict"] == "same", record["weights"]["sentence"]
+    assert record["micro_batches"]["is_whole_step"]
+    assert record["norm"]["replay"] == pytest.approx(event["trigger"]["grad_norm"], rel=slack)
+    assert record["certificate"]["verdict"] == "explained"
