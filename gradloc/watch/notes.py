@@ -200,7 +200,8 @@ def check_outputs(outputs: Outputs, mask: torch.Tensor, has_entropy: bool) -> No
     """Refuse log-probs and entropies that are not of the mask's shape.
 
     Raises:
-        ValueError: one sentence.
+        ValueError: one sentence, where it gave something else, or log-probs or entropies that are not of the mask's
+            shape.
     """
     shapes = {"log_probs": outputs.log_prob.shape, "entropies": getattr(outputs.entropy, "shape", None)}
     for name, shape in shapes.items():

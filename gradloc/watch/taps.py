@@ -248,10 +248,7 @@ class ModelTap:
     def graph(self, forwarded: RecordedForward, is_cut: bool = True, left_out: torch.Tensor | None = None) -> Graph:
         """Run a forward with a graph, cut behind h and behind each head's output.
 
-        Args:
-            forwarded: the forward to run.
-            is_cut: if False, nothing is cut: a gradient of the heads' outputs flows into h.
-            left_out: see :meth:`.forwarded.RecordedForward.run`.
+        Unless ``is_cut``, nothing is cut: a gradient of the heads' outputs flows into h.
         """
         self._graph, self._is_cut = Graph(is_cut_behind_heads=not forwarded.has_log_probs), is_cut
         found = self._graph

@@ -257,11 +257,9 @@ class AnalysedLoss(ActorLoss):
 
 
 def token_weights(mask: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return each token's weight in a loss: the derivative of verl's own aggregation, which is linear.
+    """Return each token's weight in a loss, like the mask of response tokens (B, T).
 
-    Args:
-        mask: (B, T), 1 on response tokens.
-        aggregate: token losses (B, T) -> the loss.
+    That is the derivative of verl's own aggregation of token losses (B, T), which is linear.
     """
     token_losses = torch.zeros_like(mask, dtype=torch.float32, requires_grad=True)
     (weights,) = torch.autograd.grad(aggregate(token_losses), token_losses)

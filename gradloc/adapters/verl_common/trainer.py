@@ -81,12 +81,8 @@ class VerlDriver(Driver):
     def before_batch(self, per_row: torch.Tensor, global_step: int, dp_size: int, stage: str = "") -> Policy:
         """Return the policy of the next update; see :meth:`~...loop.driver.Driver.before_update`.
 
-        Args:
-            per_row: int (R,), response tokens, in the order in which the rows are dealt out: to ranks in equal runs,
-                each cut into mini-batches in order.
-            global_step: the trainer's.
-            dp_size: data-parallel ranks.
-            stage: of Lopti's.
+        ``per_row``, int (R,), are the rows' response tokens, in the order in which rows are dealt out: to the
+        ``dp_size`` ranks in equal runs, each cut into mini-batches in order.
         """
         if global_step != self._global_step:
             self._global_step, self.step_metrics = global_step, ()

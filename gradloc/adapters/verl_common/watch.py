@@ -148,12 +148,8 @@ def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
     """Write this rank's shards, and on the first process the files by which verl's readers join them.
 
     verl's own writer ends in a barrier, where every rank would wait for one whose disk is full. So its files for
-    ``save_contents=[model]`` are written here, and ranks wait only to learn whether all have written.
-
-    Args:
-        module: under FSDP1 or FSDP2.
-        folder: absolute; each node writes to its own file system, as with verl's checkpoints.
-        ranks: all of them call this together.
+    ``save_contents=[model]`` are written here, and ranks wait only to learn whether all have written. They call this
+    together; each node writes to its own file system, as with verl's checkpoints.
 
     Returns:
         Whether every rank has written; where one has not, the others delete their files.
