@@ -100,9 +100,8 @@ class ActorHook(ActorWatch):
 
     def token_weights(self, model_inputs, log_prob, given, metrics) -> torch.Tensor | None:
         """Return the factors on token losses, of :meth:`~..stabilize.ratio_clip.TokenWeigher.token_weights`."""
-        if self.weigher is None:
-            return given
-        return self.weigher.token_weights(model_inputs, log_prob, given, metrics)
+        weigher = self.weigher
+        return given if weigher is None else weigher.token_weights(model_inputs, log_prob, given, metrics)
 
     def in_stage(self, values: torch.Tensor, model_inputs: dict[str, Any]) -> torch.Tensor:
         """Return values (B, T) with zeros outside of Lopti's stage, which add nothing to a loss; denominators stay."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One mini-batch of verl's actor or critic that can be run again, by verl's own forward and backward."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +40,28 @@ class VerlStep(LossReplay, ByRow):
     def token_mask(self, micro_batch: int) -> torch.Tensor:
         return self._mask(micro_batch).bool()
 
+    def details(self, micro_batch: int) -> Details:
+        mask, mode = self._mask(micro_batch), self.config.loss_agg_mode
+        factor, sizes = (0.5, {}) if self.is_value else (1.0, self.config.global_batch_info)
+        weights = token_weights(mask, lambda losses: factor * core_algos.agg_loss(losses, mask, mode, **sizes))
+        return Details(self._old(micro_batch), weights * self.loss_scale_factor(micro_batch) / self.num_ranks)
+
+    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
+        return self._forward(self.loss_inputs(micro_batch), needs_entropy)
+
+    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
+        return self._forward(self._inputs_of(rows))
+
     def setting(self, name: str) -> Any:
         return setting_of(self.config, name)
+
+    @abstractmethod
+    def _forward(self, inputs: dict[str, Any], needs_entropy: bool = False) -> Outputs:
+        """Run verl's forward on the inputs of some rows."""
+
+    @abstractmethod
+    def _old(self, micro_batch: int) -> torch.Tensor:
+        """Return what the loss compares log-probs or values with, (B, T)."""
 
     def _mask(self, micro_batch: int) -> torch.Tensor:
         return self.micro_batches[micro_batch].inputs["response_mask"].to(get_device_id())
@@ -78,19 +99,6 @@ class ActorStep(VerlStep, ActorLoss):
         self.temperature, self.on_policy = temperature, on_policy
         self.has_ratio_clips = actor.gradloc.weigher is not None
 
-    def details(self, micro_batch: int) -> Details:
-        config, mask = self.config, self._mask(micro_batch)
-        mode, sizes = config.loss_agg_mode, config.global_batch_info
-        weights = token_weights(mask, lambda token_losses: core_algos.agg_loss(token_losses, mask, mode, **sizes))
-        weights = weights * self.loss_scale_factor(micro_batch) / self.num_ranks
-        return Details(self._old_log_prob(micro_batch), weights)
-
-    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        return self._forward(self.loss_inputs(micro_batch), needs_entropy)
-
-    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
-        return self._forward(self._inputs_of(rows))
-
     def _forward(self, inputs: dict[str, Any], needs_entropy: bool = False) -> Outputs:
         has_entropy = needs_entropy or self.config.calculate_entropy or self.config.entropy_coeff != 0
         given = {"temperature": self.temperature, "calculate_entropy": has_entropy}
@@ -113,12 +121,12 @@ class ActorStep(VerlStep, ActorLoss):
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        inputs = {**self.loss_inputs(micro_batch), "old_log_probs": self._old_log_prob(micro_batch), **tensors}
+        inputs = {**self.loss_inputs(micro_batch), "old_log_probs": self._old(micro_batch), **tensors}
         return own_loss(self.actor, inputs, given.log_prob, given.entropy, settings)
 
     # ---- inside
 
-    def _old_log_prob(self, micro_batch: int) -> torch.Tensor:
+    def _old(self, micro_batch: int) -> torch.Tensor:
         """Return the old log-probs (B, T) that the loss used: the current ones under verl's on-policy shortcut."""
         recorded = self.recorded(micro_batch).log_prob
         if self.on_policy and not self.actor.config.get("use_rollout_log_probs", False):
@@ -183,28 +191,16 @@ class CriticStep(VerlStep):
     def record_forward(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Run and record training's forward of the next micro-batch; changes nothing."""
         self.before_forward(micro_batch)
-        values = self._values(micro_batch)
-        self.after_forward(Outputs(values))
-        return values
+        outputs = self._forward(micro_batch)
+        self.after_forward(outputs)
+        return outputs.log_prob
 
-    def _values(self, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def _forward(self, inputs: dict[str, Any], needs_entropy: bool = False) -> Outputs:
         """Run verl's forward by its class, since the watch has replaced the object's."""
-        return type(self.critic)._forward_micro_batch(self.critic, micro_batch)
+        return Outputs(type(self.critic)._forward_micro_batch(self.critic, inputs))
 
-    def details(self, micro_batch: int) -> Details:
-        mask, mode = self._mask(micro_batch), self.config.loss_agg_mode
-        weights = token_weights(mask, lambda losses: 0.5 * core_algos.agg_loss(losses, mask, mode))
-        old = self.micro_batches[micro_batch].inputs["values"]
-        return Details(old, weights * self.loss_scale_factor(micro_batch) / self.num_ranks)
-
-    def forward(self, micro_batch: int, needs_entropy: bool = False) -> Outputs:
-        return Outputs(self._values(self.micro_batches[micro_batch].inputs))
-
-    def forward_rows(self, rows: Sequence[tuple[int, list[int]]]) -> Outputs:
-        return Outputs(self._values(self._inputs_of(rows)))
-
-    def forward_bytes(self) -> int:
-        return 0
+    def _old(self, micro_batch: int) -> torch.Tensor:
+        return self.micro_batches[micro_batch].inputs["values"]
 
     def loss_under(
         self, micro_batch: int, given: Outputs, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
