@@ -325,23 +325,6 @@ Forward = Callable[[], Any]
 or None."""
 
 
-def outputs_of(given: Any) -> Outputs:
-    """Return what a loop's function gave, as a search reads it.
-
-    Raises:
-        ValueError: one sentence, where it gave something else.
-    """
-    parts = [*given] if isinstance(given, tuple | list) else [given]
-    are_tensors = [isinstance(part, torch.Tensor) or (place and part is None) for place, part in enumerate(parts)]
-    if not (1 <= len(parts) <= 3 and all(are_tensors)):
-        found = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(
-            "Watch.log_probs takes a function that returns log_probs, (log_probs, entropies) or (log_probs, entropies, "
-            f"part), all tensors and the last two maybe None, found {found}."
-        )
-    return Outputs(*parts)
-
-
 def frozen(forward: Forward) -> Forward:
     """Return the function with its variables' present values: a loop gives them others before it is run again."""
     if not isinstance(forward, FunctionType):

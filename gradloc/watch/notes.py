@@ -14,7 +14,7 @@ import torch
 from ..checks import require
 from ..core.step import Outputs
 from ..loop.batch import at_first
-from .forwarded import Forward, StageTokens, frozen, outputs_of
+from .forwarded import Forward, StageTokens, frozen
 from .taps import ModelTap
 
 
@@ -102,9 +102,9 @@ class Notes:
             require(isinstance(value, torch.Tensor), f"Watch's {name}", "a tensor (B, T)", type(value).__name__)
         num_before = self.tap.num_seen
         returned = forward()
-        outputs = outputs_of(returned)
+        checked_notes(None, mask, ids, None, {})  # before the outputs are compared with the mask
+        outputs = checked_outputs(returned, mask, entropy)
         self.note(mask=mask, ids=ids, rows=rows, log_probs=outputs.log_prob, **known)
-        check_outputs(outputs, mask, entropy)
         if self.tap.num_seen > num_before and outputs.auxiliary is not None and outputs.auxiliary.requires_grad:
             last = self.tap.forwards[-1]
             last.again = frozen(forward)
@@ -196,19 +196,28 @@ def _expanded(name: str, value: Any, size: tuple[int, ...]) -> torch.Tensor:
     return value.expand(size)
 
 
-def check_outputs(outputs: Outputs, mask: torch.Tensor, has_entropy: bool) -> None:
-    """Refuse log-probs and entropies that are not of the mask's shape.
+def checked_outputs(given: Any, mask: torch.Tensor, has_entropy: bool) -> Outputs:
+    """Return what a loop's function gave, as a search reads it.
 
     Raises:
         ValueError: one sentence, where it gave something else, or log-probs or entropies that are not of the mask's
             shape.
     """
-    shapes = {"log_probs": outputs.log_prob.shape, "entropies": getattr(outputs.entropy, "shape", None)}
-    for name, shape in shapes.items():
-        if shape is not None and shape != mask.shape:
+    parts = [*given] if isinstance(given, tuple | list) else [given]
+    are_tensors = [isinstance(part, torch.Tensor) or (place and part is None) for place, part in enumerate(parts)]
+    if not (1 <= len(parts) <= 3 and all(are_tensors)):
+        found = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(
+            "Watch.log_probs takes a function that returns log_probs, (log_probs, entropies) or (log_probs, entropies, "
+            f"part), all tensors and the last two maybe None, found {found}."
+        )
+    outputs = Outputs(*parts)
+    for name, value in (("log_probs", outputs.log_prob), ("entropies", outputs.entropy)):
+        if value is not None and value.shape != mask.shape:
             raise ValueError(
-                f"Watch.log_probs: the {name} have shape {tuple(shape)}, the mask {tuple(mask.shape)}: give all of the "
-                "tokens that the log-probs are of, such as ids[:, 1:] for next-token log-probs."
+                f"Watch.log_probs: the {name} have shape {tuple(value.shape)}, the mask {tuple(mask.shape)}: give all "
+                "of the tokens that the log-probs are of, such as ids[:, 1:] for next-token log-probs."
             )
     if has_entropy and outputs.entropy is None:
         raise ValueError("Watch.log_probs: with entropy=True the function returns (log_probs, entropies).")
+    return outputs
