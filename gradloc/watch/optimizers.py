@@ -74,7 +74,7 @@ class Withheld:
                 self._groups.append((group, group["params"]))
                 group["params"] = []
 
-    def give_back(self) -> None:
+    def give_back(self, *_: Any) -> None:
         while self._groups:
             group, params = self._groups.pop()
             group["params"] = params

@@ -75,7 +75,8 @@ def check_replay(
     relative = math.sqrt(float(differences.sum()) / total) if total > 0 else 0.0
     step.apart = math.sqrt(float((differences / factors**2).sum()))
     if not relative <= same:
-        order = _order_of(differences)
+        notable = _NOTABLE * differences.sum()
+        order = [int(index) for index in differences.argsort(descending=True) if differences[index] >= notable]
         what = _difference_text(space, order, ratios / step.backward_factor, relative)
         if step.apart <= threshold:
             step.obstacle = what
@@ -201,12 +202,6 @@ def _differences_after_clips(
         return space.squares()
     finally:
         space.put(kept)
-
-
-def _order_of(differences: torch.Tensor) -> list[int]:
-    """Return the indices of the parameters that differ notably, the most different first."""
-    order = differences.argsort(descending=True)
-    return [int(index) for index in order if differences[index] >= _NOTABLE * differences.sum()]
 
 
 def _difference_text(space: GradientSpace, order: list[int], ratios: torch.Tensor, relative: float) -> str:

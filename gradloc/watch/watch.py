@@ -276,7 +276,9 @@ class Watch(Notes):
 
     def _begin_step(self) -> None:
         """Begin a step, before its first micro-batch's forward."""
-        self.step, self.space = self.make_step(), self._make_space()
+        self.step = self.make_step()
+        make_space: Any = partial(GradientSpace, self.tap.outer) if self.engine is None else self.engine.make_space
+        self.space = make_space(self.ranks)
         self.localizer.begin_update(None, self.space, are_all_here=False)
         self.localizer.begin_mini_batch(self.step)
 
@@ -512,7 +514,7 @@ class Watch(Notes):
         self.tap.on_failure, self.tap.on_other_state = self._step_aside, self.localizer.forget_reference
         reference = weakref.ref(self)  # torch holds its hooks on all optimizers and modules for ever
         self._handles.append(register_optimizer_step_pre_hook(partial(_to, reference, "_before_step")))
-        self._handles.append(register_optimizer_step_post_hook(partial(_to, reference, "_after_step")))
+        self._handles.append(register_optimizer_step_post_hook(self._withheld.give_back))
         if self.optimizer is not None:
             self._listen_to_zero_grad()
         is_wrapped = isinstance(self.tap.outer, DistributedDataParallel | FSDP1) or is_chunk(self.tap.outer)
@@ -551,10 +553,6 @@ class Watch(Notes):
             yield
         if is_last:
             self.space.show()
-
-    def _make_space(self) -> Any:
-        """Make the trained parameters of a step; all ranks make theirs together."""
-        return GradientSpace(self.tap.outer, self.ranks) if self.engine is None else self.engine.make_space(self.ranks)
 
     def _find_wrapper(self, module: torch.nn.Module, args: Any) -> None:
         """Take a wrapper's calls for training's, where the model was wrapped after this was made."""
@@ -607,9 +605,6 @@ class Watch(Notes):
             if any(spike.taken == "skip" for spike in self.localizer.outcomes):
                 self._withheld.take(optimizer)
         return with_check
-
-    def _after_step(self, *_: Any) -> None:
-        self._withheld.give_back()
 
     def _check_before_step(self, optimizer: Any) -> None:
         """Check the step, unless :meth:`clip_grad_norm_` has, and notice a loop that shows nothing to the taps."""

@@ -137,9 +137,9 @@ class WatchedFSDP(WatchedEngine):
     def forward_step(self, micro_batch: Any, loss_function: Callable, forward_only: bool) -> Any:
         if self._watch is not None and not forward_only:
             reset_offloading(self)
-        if self._watch is None or self._watch.step is None or forward_only:
-            return super().forward_step(micro_batch, loss_function, forward_only)
-        return super().forward_step(micro_batch, self._watch.before_forward(micro_batch, loss_function), forward_only)
+            if self._watch.step is not None:
+                loss_function = self._watch.before_forward(micro_batch, loss_function)
+        return super().forward_step(micro_batch, loss_function, forward_only)
 
 
 class GradLocEngine(WatchedFSDP):
