@@ -95,7 +95,7 @@ def render(run: RunFolder, events: Events | None = None) -> str:
         },
         run=run,
         lead=views[worst[0].event_id] if worst else None,
-        groups=run.groups if len(run.events) > 1 and events is None else [],
+        groups=run.groups if len(chosen) == len(run.events) else [],
         views=in_order if is_inline else [],
         packed=packed,
         num_events=len(chosen),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradloc.report import output
+from gradloc.report.cli import main
 from gradloc.report.pages import page
 from gradloc.report.runs.run import read_run
 from tests.report.builder import (
@@ -166,6 +167,14 @@ def test_of_many_events_the_worst_are_carried_compressed_and_the_others_are_rows
     rows = payload(text)["rows"]
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 201)]
     assert payload(text)["show"] == f"gradloc report {tmp_path} --event ''", "what a row's name completes"
+
+
+def test_the_page_that_the_command_writes_counts_the_kinds_of_events_unless_it_shows_some_alone(tmp_path):
+    other = make_culprit(cause={"label": "low_probability", "numbers": {}})
+    run, target = write_run(tmp_path / "run", [make_event(1), make_event(2, [other])]), tmp_path / "page.html"
+    for words, is_counted in (([], True), (["--event", "step000001-epoch0-mini0"], False)):
+        main([str(run), "-o", str(target), *words])
+        assert ("Kinds of events" in target.read_text(encoding="utf-8")) == is_counted
 
 
 def test_hostile_text_of_a_row_and_of_a_compressed_event_stays_text(tmp_path):
