@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import gradloc
 from gradloc.command import main
-from gradloc.report.pages.markdown import to_markdown
+from gradloc.report.pages.exports import to_markdown
 from gradloc.report.runs.run import read_run
 from tests.world.events import events_in
 

@@ -8,7 +8,8 @@ from ...explain.text import one_line
 from .. import output
 from ..pages import page, terminal
 from ..pages.document import Table
-from ..pages.markdown import paragraphs
+from ..pages.exports import paragraphs
+from ..pages.script_data import comparison_chart
 from ..runs.comparison import Comparison, compare
 from ..runs.run import read_run
 from . import add_log_arguments
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "md":
         output.deliver(args.output, _markdown(comparison))
     elif args.output is not None:
-        output.deliver(args.output, page.render_comparison(runs, comparison, notes))
+        chart = comparison_chart(runs, comparison)
+        output.deliver(args.output, page.fill("compare.html", chart, comparison=comparison, notes=notes))
     else:
         _print(comparison)
     terminal.warn(notes)

@@ -29,14 +29,13 @@ from ..figures import drawings
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.buckets import read_analyses
-from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis, aftermath
 from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
 from .document import EventDocument, document, place_in_batch
-from .markdown import issue
+from .exports import issue
 from .panel import Panel
 
 INLINE = 10
@@ -145,12 +144,6 @@ def _packed(view: View, payload: dict[str, Any]) -> str:
     document = json.dumps({"html": html, **payload}, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     packed = zlib.compress(printable(document).encode("utf-8"), 9)
     return base64.b64encode(packed).decode("ascii")
-
-
-def render_comparison(runs: list[RunFolder], comparison: Comparison, notes: list[str]) -> str:
-    """Render the page of two runs side by side."""
-    chart = script_data.comparison_chart(runs, comparison)
-    return fill("compare.html", chart, comparison=comparison, notes=notes)
 
 
 def facts(run: RunFolder, diagnosis: Diagnosis | None = None) -> list[tuple[str, str]]:

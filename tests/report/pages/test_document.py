@@ -12,7 +12,7 @@ from gradloc.explain.next_step import Evidence, rule_for
 from gradloc.explain.text import one_line
 from gradloc.report.pages import page, terminal
 from gradloc.report.pages.document import Facts, Fold, Heading, Lines, Table
-from gradloc.report.pages.markdown import escape, issue
+from gradloc.report.pages.exports import escape, issue
 from tests.report.events import CASES, OF_RULES, event
 from tests.report.golden import Html, golden, known, told
 

@@ -12,7 +12,7 @@ from gradloc.record import Culprit, Event, Step
 from gradloc.record.reading import read
 from gradloc.report.pages import exports
 from gradloc.report.pages.document import context, document
-from gradloc.report.pages.markdown import escape, issue, to_markdown
+from gradloc.report.pages.exports import escape, issue, to_markdown
 from gradloc.report.runs.events import Events
 from gradloc.report.runs.run import RunFolder, read_run
 from tests.report.builder import HOSTILE, make_culprit, make_event, make_metrics, write_run

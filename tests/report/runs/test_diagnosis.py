@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gradloc.report.pages.markdown import to_markdown
+from gradloc.report.pages.exports import to_markdown
 from gradloc.report.pages.page import render
 from gradloc.report.runs.diagnosis import aftermath, diagnose
 from gradloc.report.runs.run import read_run
