@@ -231,8 +231,9 @@ def supervised(names: Iterable[str]) -> list[str]:
 
 
 def in_force(settings: Settings, actor: Mapping[str, Any]) -> bool:
-    """Return whether a run's ``actor_rollout_ref.actor`` has all these settings; False where it is not known."""
-    return all(_is_set(key, wanted, actor) for key, wanted in settings.items())
+    """Return whether a run's ``actor_rollout_ref.actor`` has all these settings; False where it is not known, or where
+    there are none, as of a line of code."""
+    return bool(settings) and all(_is_set(key, wanted, actor) for key, wanted in settings.items())
 
 
 def _is_set(key: str, wanted: Any, actor: Mapping[str, Any]) -> bool:
@@ -266,12 +267,11 @@ def _in_loop(settings: Settings) -> Option | None:
     >>> _in_loop({"actor_rollout_ref.actor.gradloc.search.max_steps": "8"}).line
     'Watch(..., search={"max_steps": 8})'
     """
-    found = [_own(key, value) for key, value in settings.items()]
-    if not found or None in found or any(key.endswith(".checkpoint") for key in settings):
+    found = in_trl(settings) or {}
+    if found.keys() != {"gradloc"} or any(key.endswith(".checkpoint") for key in settings):
         return None
-    given = {name: value for each in found for name, value in each.items()}  # type: ignore[union-attr]
-    given = {"action": given["action"]["mode"]} if "mode" in given.get("action", {}) else given
-    return Option(f"Watch(..., {_arguments(given)})")
+    own = found["gradloc"]
+    return Option(f"Watch(..., {_arguments({'action': own} if isinstance(own, str) else own)})")
 
 
 # ---- TRL's settings
@@ -316,19 +316,14 @@ def in_trl(settings: Settings) -> Settings | None:
     """
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        own = _own(key, value)
-        if key not in _IN_TRL and own is None:
+        block, _, name = key.removeprefix(f"{_GRADLOC}.").partition(".")
+        if key in _IN_TRL:
+            found[_IN_TRL[key]] = value
+        elif key.startswith(f"{_GRADLOC}.") and block in _BLOCKS_IN_TRL:
+            found["gradloc"] = value if (block, name) == ("action", "mode") else {block: {name: value}}
+        else:
             return None
-        found |= {_IN_TRL[key]: value} if own is None else {"gradloc": own}
-    if "mode" in found.get("gradloc", {}).get("action", {}):
-        found["gradloc"] = found["gradloc"]["action"]["mode"]
     return found or None
-
-
-def _own(key: str, value: str) -> dict[str, dict[str, str]] | None:
-    """Return a GradLoc setting within its block; None for a setting of the trainer's."""
-    block, _, name = key.removeprefix(f"{_GRADLOC}.").partition(".")
-    return {block: {name: value}} if key.startswith(f"{_GRADLOC}.") and block in _BLOCKS_IN_TRL else None
 
 
 def _arguments(settings: Settings) -> str:

@@ -225,7 +225,4 @@ def _lines(name: str, evidence: Evidence) -> dict[str, str]:
             return {"": f"trainer.train(resume_from_checkpoint={one_line(checkpoint)!r})"}
         path = shlex.quote(one_line(checkpoint))
         return {label: option.line.replace(CHECKPOINT, path) for label, option in options.items()}
-    is_new = {
-        label: not option.settings or not in_force(option.settings, evidence.actor) for label, option in options.items()
-    }
-    return {label: option.line for label, option in options.items() if is_new[label]}
+    return {label: option.line for label, option in options.items() if not in_force(option.settings, evidence.actor)}
