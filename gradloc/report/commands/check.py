@@ -118,39 +118,40 @@ _WRONG_KINDS = (TypeError, AttributeError, ZeroDivisionError)
 
 
 def _read(first: str, overrides: Sequence[str], gpus: int | None) -> Checked:
-    is_file = "=" not in first or Path(first).is_file()
-    if is_file and not Path(first).is_file():
-        what = "is a folder" if Path(first).is_dir() else "is no file" if Path(first).exists() else "does not exist"
+    path = Path(first)
+    if not path.is_file():
+        if "=" in first:
+            return _read_verl(None, [first, *overrides])
+        what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
         raise ReportError(
             f"{first} {what}: name the run's config, the script that starts it, or overrides such as trainer.nnodes=8."
         )
-    if is_file:
-        import yaml
+    import yaml
 
-        text = _text_of(Path(first))
-        if is_script(Path(first), text):
-            found = overrides_in(text)
-            if not found:
-                raise ReportError(
-                    f"{first} has no override of verl's (such as trainer.nnodes=8): name the script that starts the "
-                    "trainer, or a config that the run has written."
-                )
-            last = {each.partition("=")[0].lstrip("+~"): each for each in [*found, *overrides]}
-            try:
-                return _read_verl(None, [*last.values()])
-            except yaml.YAMLError as error:
-                raise ReportError(f"{first} has a value that is no YAML: {one_line(str(error), 200)}") from None
-        try:
-            content = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
-            content = None
-        if not isinstance(content, dict) or is_larger(content, SETTINGS // 4):
+    text = _text_of(path)
+    if is_script(path, text):
+        found = overrides_in(text)
+        if not found:
             raise ReportError(
-                f"{first} is no configuration in YAML or JSON: name a run.sh or config.yaml. For a log: gradloc {first}"
+                f"{first} has no override of verl's (such as trainer.nnodes=8): name the script that starts the "
+                "trainer, or a config that the run has written."
             )
-        if "actor_rollout_ref" not in content and "defaults" not in content:
-            return _read_trl(first, content, overrides, gpus or 1)
-    return _read_verl(Path(first) if is_file else None, overrides if is_file else [first, *overrides])
+        last = {each.partition("=")[0].lstrip("+~"): each for each in [*found, *overrides]}
+        try:
+            return _read_verl(None, [*last.values()])
+        except yaml.YAMLError as error:
+            raise ReportError(f"{first} has a value that is no YAML: {one_line(str(error), 200)}") from None
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
+        content = None
+    if not isinstance(content, dict) or is_larger(content, SETTINGS // 4):
+        raise ReportError(
+            f"{first} is no configuration in YAML or JSON: name a run.sh or config.yaml. For a log: gradloc {first}"
+        )
+    if "actor_rollout_ref" not in content and "defaults" not in content:
+        return _read_trl(first, content, overrides, gpus or 1)
+    return _read_verl(path, overrides)
 
 
 def _text_of(path: Path) -> str:
