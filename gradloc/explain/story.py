@@ -13,7 +13,7 @@ from .cures import healer
 from .documents import document_words
 from .faults import fault_sentences
 from .numbers import bounded, number, percent
-from .text import capitalized, one_line, plural, span, times, visible
+from .text import capitalized, one_line, plural_of, span, times, visible
 
 _COUNTS = ("No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
 _SPANS = {"token": "token", "segment": "span of tokens", "sequence": "response"}
@@ -124,12 +124,9 @@ def culprits_in_words(event: Event) -> str:
     """Count the culprits in words: ``One token``, ``Three responses``, ``14 culprits``."""
     count = len(event.culprits)
     spans = {culprit.span for culprit in event.culprits}
-    noun = span_of(event, spans.pop()) if len(spans) == 1 else "culprit"
-    if noun.startswith("span"):
-        what = "position" if event.is_without_tokens else "token"
-        noun = f"spans of {what}" if count > 1 else noun
+    noun, *rest = (span_of(event, spans.pop()) if len(spans) == 1 else "culprit").split(" of ")  # "span of tokens"
     head = _COUNTS[count] if count < len(_COUNTS) else f"{count:,}"
-    return f"{head} {plural(count, noun).partition(' ')[2]}"
+    return " of ".join([f"{head} {noun if count == 1 else plural_of(noun)}", *rest])
 
 
 def span_of(event: Event, span: str) -> str:
