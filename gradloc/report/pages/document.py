@@ -132,10 +132,9 @@ class EventDocument(NamedTuple):
 
 def document(event: Event, run: RunFolder) -> EventDocument:
     """Make an event's document from its record and its run's folder."""
-    root = run.events_root or run.path
-    actor, shown = read_actor(root, event), event.by_size[:_MAX_IN_TABLE]
+    root, shown = run.events_root or run.path, event.by_size[:_MAX_IN_TABLE]
     sections = [
-        _aftermath(event, run, what_followed(event, _clip(event, actor))),
+        _aftermath(event, run, what_followed(event, _clip(read_actor(root, event)))),
         _what_to_do(event, run),
         Section("context", "Which run", [Facts([(name, value, "") for name, value in context(event, run)])]),
         _culprits(event, shown),
@@ -157,10 +156,8 @@ def _title(event: Event) -> str:
     return title + ", the critic" if event.model == "critic" else title
 
 
-def _clip(event: Event, actor: Mapping[str, Any]) -> float | None:
-    """Return the norm that gradients are clipped to, from the event or the run's settings; None if unknown."""
-    if event.consequence is not None:
-        return event.consequence.grad_clip
+def _clip(actor: Mapping[str, Any]) -> float | None:
+    """Return the norm that gradients are clipped to by the run's settings; None if unknown."""
     try:
         clip = float(actor["grad_clip"])
     except (ValueError, KeyError, TypeError):
@@ -295,10 +292,8 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
         blocks += _advice(event, meaning)
     if not blocks:
         blocks.append("No token was named, so there is no cause to give.")
-    unusual = []
-    for name, ratio in (event.batch.over_run or {}).items():
-        if not 1 / _UNUSUAL <= ratio <= _UNUSUAL:
-            unusual.append(f"{spoken(name)} {number(ratio, 3)}×")
+    ratios = (event.batch.over_run or {}).items()
+    unusual = [f"{spoken(name)} {number(ratio, 3)}×" for name, ratio in ratios if not 1 / _UNUSUAL <= ratio <= _UNUSUAL]
     if unusual:
         blocks.append(f"Against the run's usual: {', '.join(unusual)}.")
     return Section("why", "Why", blocks)
