@@ -103,38 +103,37 @@ def _number(name: str) -> tuple[int, str]:
 
 
 def _columns(files: list[Path]) -> Columns:
-    tables = []
-    for file in files:
-        if file.suffix not in READERS:
+    tables = [_whole(file, _table, file) for file in files]
+    names = set.intersection(*map(set, tables))
+    return _whole(files[0], _made, {name: [row for table in tables for row in table[name]] for name in names})
+
+
+def _table(file: Path) -> dict[str, list[NDArray]]:
+    """Return a file's columns by our names, an array for each row."""
+    if file.suffix not in READERS:
+        raise MismatchError(
+            f"{file} is neither a log that can be read nor one of {', '.join(READERS)}: name a file with both "
+            "log-probs of each token."
+        )
+    if not file.stat().st_size:
+        raise MismatchError(f"{file} is empty.")
+    found = READERS[file.suffix](file)
+    named = {ours: next((name for name in theirs if name in found), None) for ours, theirs in NAMES.items()}
+    table = {ours: found[name] for ours, name in named.items() if name is not None}
+    for what, known in TEXT_ONLY.items():
+        if "rollout" not in table and known <= found.keys():
             raise MismatchError(
-                f"{file} is neither a log that can be read nor one of {', '.join(READERS)}: name a file with both "
-                "log-probs of each token."
+                f"{file} is {what}: text and scores, no log-probs. Write the batch's rollout_log_probs, old_log_probs "
+                "and response_mask to an .npz, or set mismatch.every to have each step judged while it trains."
             )
-        if not file.stat().st_size:
-            raise MismatchError(f"{file} is empty.")
-        found = _whole(file, READERS[file.suffix], file)
-        named = {ours: next((name for name in theirs if name in found), None) for ours, theirs in NAMES.items()}
-        for what, known in TEXT_ONLY.items():
-            if named["rollout"] is None and known <= found.keys():
-                raise MismatchError(
-                    f"{file} is {what}: text and scores, no log-probs. Write the batch's rollout_log_probs, "
-                    "old_log_probs and response_mask to an .npz, or set mismatch.every to have each step judged while "
-                    "it trains."
-                )
-        tables.append({ours: found[name] for ours, name in named.items() if name is not None})
-        for needed, who in (("rollout", "rollout engine"), ("trainer", "trainer")):
-            if needed not in tables[-1]:
-                seen = ", ".join(sorted(found)[:_SHOWN]) or "none"
-                raise MismatchError(
-                    f"{file} has no column of the {who}'s log-probs (found: {seen}): name it "
-                    f"{' or '.join(NAMES[needed][:3])}."
-                )
-    names = set.intersection(*(set(table) for table in tables))
-    whole: dict[str, list[NDArray]] = {name: [] for name in names}
-    for file, table in zip(files, tables, strict=True):
-        for name, rows in _whole(file, _rows, {name: table[name] for name in names}).items():
-            whole[name] += rows
-    return _whole(files[0], _made, whole)
+    for needed, who in (("rollout", "rollout engine"), ("trainer", "trainer")):
+        if needed not in table:
+            seen = ", ".join(sorted(found)[:_SHOWN]) or "none"
+            raise MismatchError(
+                f"{file} has no column of the {who}'s log-probs (found: {seen}): name it "
+                f"{' or '.join(NAMES[needed][:3])}."
+            )
+    return _rows(table)
 
 
 def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
