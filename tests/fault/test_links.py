@@ -16,7 +16,6 @@ import torch
 
 import gradloc
 from gradloc.core.gradients import GradientSpace
-from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.fault import find
 from gradloc.fault.reference import Measured, Reference
@@ -179,11 +178,9 @@ def test_mask_skips_a_step_whose_batch_is_not_at_fault(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("owner", "name", "call"),
-    [(MovedWeights, "__exit__", 0), (Updates, "before_last", 9), *((Prober, "compute", call) for call in range(4))],
-)
+@pytest.mark.parametrize(("owner", "name", "call"), [(MovedWeights, "__exit__", 0), (Updates, "before_last", 9)])
 def test_a_run_goes_on_as_without_a_watch_after_a_failure(run, owner, name, call):
+    """Elsewhere: test_injected.py."""
     real, calls = getattr(owner, name), iter(range(10**6))
 
     def failing(*given: Any, **more: Any) -> Any:

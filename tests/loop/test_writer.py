@@ -444,13 +444,13 @@ def test_prompts_and_data_sources_carry_what_their_rows_do():
     assert completed(batch, shares=Shares(is_trusted=False)).shares == Shares(is_trusted=False)
 
 
-def differing_batch(at=((1, 5), (2, 7)), by=2.0, **tensors):
+def differing_batch(at=((1, 5), (2, 7)), **tensors):
     """Ten rows of thirty tokens with the noise of kernels, and a few tokens that differ by far more."""
     torch.manual_seed(0)
     old = -torch.rand(10, 30) * 3 - 0.5
     rollout = old + 0.02 * torch.randn(10, 30) * -torch.expm1(old)
     for row, position in at:
-        rollout[row, position] = old[row, position] + by
+        rollout[row, position] = old[row, position] + 2.0
     rollout = rollout.clamp(max=0)
     given = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": torch.ones(10, 30)}
     given |= {name: torch.ones(10, 30) for name in ("advantages", "token_level_scores")}

@@ -127,25 +127,6 @@ def test_what_a_micro_batch_lacks_is_looked_for_in_the_others_before_it_is_read_
     assert found.certificate.verdict == "explained" and len(found.culprits) == 2
 
 
-def loud_as_a_whole(seed, scale=1.0, entropy=0.0):
-    """A search of a batch whose advantages, or whose entropy bonus, are far too large, without a history."""
-    batch = random_batch(build("tiny"), seed=seed)
-    healthy = trained(batch, loss=Loss(entropy=min(entropy, 0.01)))[1].norm()
-    step, space = trained(batch.edited(advantages=scale * batch.advantages), loss=Loss(entropy=entropy))
-    return localize(step, space, Ranks(), spike_of(batch, space.norm(), THRESHOLD * healthy), 1.0, max_steps=4)
-
-
-@pytest.mark.parametrize(
-    "given", [*({"seed": seed, "scale": 100.0} for seed in (0, 3, 7)), {"seed": 3, "entropy": 1e2}]
-)
-def test_the_loudest_of_a_batch_that_is_too_large_as_a_whole_are_no_culprits(given):
-    found = loud_as_a_whole(**given)
-    assert found.culprits == [] and found.stop_reason.startswith("the spike is spread")
-    assert (
-        found.certificate.verdict == "not_explained" and found.certificate.norm_after == found.certificate.norm_before
-    )
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("plants", [{}, {(6, 1): 1e4}])
 def test_where_the_entropy_pulls_too_much_a_row_with_an_odd_advantage_makes_no_other_token_a_culprit(plants, seed):

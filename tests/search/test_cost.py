@@ -8,17 +8,17 @@ from gradloc.core.ranks import Ranks
 from gradloc.core.tracker import NormTracker
 from gradloc.search.find import localize
 from tests.search import spike_of, trained
-from tests.toy_model import Oracle, build, random_batch
+from tests.toy_model import Loss, Oracle, build, random_batch
 
 M = 4
 THRESHOLD = 4.0  # healthy norms are near 1
 
 
-def search(batch, threshold=THRESHOLD, dtype=torch.float32, typical=None, num_micro_batches=M):
+def search(batch, threshold=THRESHOLD, dtype=torch.float32, typical=None, num_micro_batches=M, loss=Loss()):  # noqa: B008
     """The finding in one process, with tracked norms, and its cost in f."""
     ranks, tracker = Ranks(), NormTracker(0)
     tracker.begin_mini_batch()
-    step, space = trained(batch, dtype, note=tracker.after_backward, num_micro_batches=num_micro_batches)
+    step, space = trained(batch, dtype, loss, note=tracker.after_backward, num_micro_batches=num_micro_batches)
     increments = tracker.read(space, ranks).increments
     found = localize(step, space, ranks, spike_of(batch, space.norm(), threshold), 1.0, increments, typical)
     return found, found.num_forwards + 2 * found.num_backwards - len(found.entropies)
@@ -102,13 +102,20 @@ def test_culprits_of_very_different_size_in_four_micro_batches_are_explained_wit
     assert cost <= 4 * 3 * M, "max_steps' default"
 
 
-@pytest.mark.parametrize("factor", [4.2, 5.0, 1e3])
+WHOLE = [(64, 1, factor, 0.0) for factor in (4.2, 5.0, 1e3)] + [(12, seed, 100.0, 0.0) for seed in (0, 3, 7)]
+
+
+@pytest.mark.parametrize(("length", "seed", "factor", "entropy"), [*WHOLE, (12, 3, 1.0, 1e2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loudest_rows_of_a_batch_that_is_scaled_as_a_whole_are_not_named(factor, dtype):
-    healthy = random_batch(build("tiny"), length=64, seed=1)
-    normal = float(Oracle(build("tiny"), healthy).gradient().norm())
-    found, cost = search(healthy.edited(advantages=healthy.advantages * factor), 4 * normal, dtype)
-    assert found.status == "not_found" and "the spike is spread" in found.stop_reason
+def test_the_loudest_rows_of_a_batch_that_is_too_large_as_a_whole_are_not_named(length, seed, factor, entropy, dtype):
+    """By its advantages or by its entropy bonus, without a history."""
+    healthy = random_batch(build("tiny"), length=length, seed=seed)
+    normal = float(Oracle(build("tiny"), healthy, Loss(entropy=min(entropy, 0.01))).gradient().norm())
+    spoiled = healthy.edited(advantages=healthy.advantages * factor)
+    found, cost = search(spoiled, 4 * normal, dtype, loss=Loss(entropy=entropy))
+    assert found.status == "not_found" and not found.culprits and found.stop_reason.startswith("the spike is spread")
+    assert found.certificate.verdict == "not_explained"
+    assert found.certificate.norm_after == found.certificate.norm_before
     assert cost <= 4 * 3 * M, "max_steps' default"
 
 

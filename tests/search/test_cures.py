@@ -42,10 +42,6 @@ def tried(monkeypatch, case, *settings, max_cures=2, max_steps=100.0, max_second
     return task, found, truths
 
 
-def by_name(found):
-    return {cured.name: cured for cured in found}
-
-
 def test_a_setting_that_heals_is_measured_and_the_others_cost_nothing(monkeypatch):
     none, less, same = {"kl": 0.0}, {"kl": 400.0}, {"clip": 0.2}
     task, found, truths = tried(monkeypatch, KL, less, same, none, {"entropy": 0.0})

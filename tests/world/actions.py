@@ -60,17 +60,15 @@ def train_epochs(
     }
 
 
-def train_past_a_large_update(
-    overrides: list[str], dump_dir: str, layout: Sequence[str] = (), rate_times: float = 1000.0
-) -> dict[str, Any]:
-    """Three steps, the second at a learning rate that many times too large; and the same without localization."""
+def train_past_a_large_update(overrides: list[str], dump_dir: str, layout: Sequence[str] = ()) -> dict[str, Any]:
+    """Three steps, the second at a learning rate a thousand times too large; and the same without localization."""
 
     def train(settings: list[str]) -> tuple[list[Any], tuple[str, bytes], list[float]]:
         trainer = make_trainer([*ONE_STEP, *layout, *settings], dump_dir, dropout=0.1)
         groups, events, norms = trainer.optimizer.param_groups, [], []
         for step in range(3):
             for group in groups:
-                group["lr"] = 1e-3 * (rate_times if step == 1 else 1.0)
+                group["lr"] = 1.0 if step == 1 else 1e-3
             out = trainer.update(make_batch(8, seed=step))
             events += out["events"]
             norms += out["metrics"]["actor/grad_norm"][0]
