@@ -76,7 +76,7 @@ def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: 
 
     A pass takes one for each micro-batch and each further stage; with its backward, three.
     """
-    of_step, taken = world_harness.world_harness.step_class()._run, []
+    of_step, taken = world_harness.step_class()._run, []
 
     def run(self: Any, selections: Any, forward_only: bool, data: Any = None) -> None:
         taken.append((1 if forward_only else 3) * (len(selections) + self.num_stages - 1))
@@ -85,7 +85,7 @@ def slots(plants: list[tuple[int, int, float]], overrides: list[str], dump_dir: 
     batch = world_harness.make_batch()
     for row, position, advantage in plants:
         plant(batch, row, position, advantage)
-    with mock.patch.object(world_harness.world_harness.step_class(), "_run", run):
+    with mock.patch.object(world_harness.step_class(), "_run", run):
         make_trainer(spikes.ON + overrides, dump_dir).update(batch)
     return sum(taken)
 
