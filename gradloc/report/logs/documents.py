@@ -43,6 +43,11 @@ def read_document(source: Source) -> list[Recording]:
         raise ReportError(f"{source.name} is JSON that is not read: {error}.") from None
     if document is None:
         return []
+    stem = source.path.stem
+    if _is_of(document, int | float) and len(document) > 1 and (is_norm(stem) or is_training_loss(stem)):
+        rows = [(at, {stem: float(value)}) for at, value in enumerate(document, 1)]
+        notes = [*source.notes, f"{source.name} is a list of values: row 1 is the first."]
+        return [Recording(source.name, "JSON", notes=notes, rows=rows, unit="row")]
     if isinstance(document, list) and document and _is_of(document[0], str):  # rows below their names
         document = {"columns": document[0], "data": document[1:]}
     if isinstance(document, dict) and "log_history" not in document:

@@ -6,7 +6,7 @@ import csv
 import importlib
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -28,7 +28,6 @@ from .names import (
     number,
     numbers,
     step_name,
-    step_of,
 )
 from .pairs import OF_TRAINING
 from .recording import Recording, gather
@@ -91,7 +90,8 @@ def _is_head(lines: list[str]) -> bool:
     head = _head(lines[0], delimiter)
     if any(name and (number(name) is not None or _NAMED.search(name)) for name in head):
         return False
-    if _step_column(head) is None and not _says_training(head):
+    has_losses = any(map(is_training_loss, head)) and any(map(_EPOCHS.fullmatch, head))
+    if _step_column(head) is None and not has_losses and not _says_training(head):
         return False
     rows = (_words(line) if delimiter == " " else line.split(delimiter) for line in lines[1:])
     return any(abs(len(row) - len(head)) <= 1 and any(number(cell, True) is not None for cell in row) for row in rows)
@@ -183,14 +183,18 @@ def _step_column(columns: list[str]) -> int | None:
     return None if name is None else columns.index(name)
 
 
-def _epochs(names: list[str], sample: list[list[str]]) -> int | None:
-    """Return the column of epochs, where each row is one and none has a norm."""
-    at = next((at for at, name in enumerate(names) if name.strip().lower() in ("epoch", "epochs")), None)
+_EPOCHS = re.compile(r"\s*(epoch|episode)s?(?:\s*\(.*\))?\s*", re.IGNORECASE)
+
+
+def _epochs(names: list[str], sample: list[list[str]]) -> tuple[int, str] | None:
+    """Return the column of epochs or episodes, and its unit, where each row is one and none has a norm."""
+    found = ((at, named[1].lower()) for at, name in enumerate(names) if (named := _EPOCHS.fullmatch(name)))
+    at, unit = next(found, (None, ""))
     if at is None or any(map(is_norm, names)):
         return None
     values = [number(cells[at]) if at < len(cells) else None for cells in sample]
     known = [value for value in values if value is not None and value.is_integer()]
-    return at if len(known) == len(sample) and known == sorted(set(known)) else None
+    return (at, unit) if len(known) == len(sample) and known == sorted(set(known)) else None
 
 
 def read_columns(
@@ -234,8 +238,8 @@ class _Table:
         self.names = self._with_index(names, sample)
         self.rows = chain(sample, rows)
         self.step_at = _step_column(self.names)
-        if self.step_at is None and (at := _epochs(self.names, sample)) is not None:
-            self.step_at, self.unit = at, "epoch"
+        if self.step_at is None and (found := _epochs(self.names, sample)) is not None:
+            self.step_at, self.unit = found
         if self.step_at is None and not _says_training(self.names):
             raise ReportError(
                 f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
@@ -448,14 +452,15 @@ def read_boxes(source: Source) -> list[Recording]:
     """
     found: list[tuple[int | None, dict[str, float]]] = []
     alone: list[int] = []
-    for box in _boxes(source.lines()):
-        for values in _steps_in(box):
-            by_name = {_PLURAL.sub(r"\1", name): value for name, value in values.items()}
-            step = step_of(by_name)
-            if step is None and not any(map(is_norm, values)):
-                step = as_step(next((value for name, value in by_name.items() if name.lower() == "epoch"), None))
-            found.append((step, values))
-            alone += [step] if step is not None and _is_one_steps(box[0]) else []
+    each = [(values, _is_one_steps(box[0])) for box in _boxes(source.lines()) for values in _steps_in(box)]
+    by_names = [{_PLURAL.sub(r"\1", name): value for name, value in values.items()} for values, _ in each]
+    usual = Counter(filter(None, map(step_name, by_names))).most_common(1)
+    for by_name, (values, is_alone) in zip(by_names, each, strict=True):
+        step = as_step(by_name.get(usual[0][0])) if usual else None  # a last table may count otherwise
+        if not usual and not any(map(is_norm, values)):
+            step = as_step(next((value for name, value in by_name.items() if name.lower() == "epoch"), None))
+        found.append((step, values))
+        alone += [step] if step is not None and is_alone else []
     num_back = sum(later < step for step, later in zip(alone, alone[1:], strict=False))
     if num_back > len(alone) / 10:
         raise ReportError(

@@ -18,6 +18,7 @@ from ...explain.aftermath import Aftermath
 from ...explain.numbers import number
 from ...explain.text import capitalized, in_unit, listed, plural
 from ...health import HealthConfig
+from ...health.rules import SCORES
 from ..logs.names import is_norm
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, Segment, surviving
@@ -35,6 +36,7 @@ from .signals import (
     from_start,
     interval,
     is_adversarial,
+    is_loss_judged,
     loss_of,
     lost_loss,
     minor_skips,
@@ -169,7 +171,7 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
     made.kind, made.headline = kind, masked or _without_explosion(judged)
     made.is_judged = bool(kind or signs) or sum(map(len, judged)) >= _MIN_NORMS
     if not kind and not signs and made.is_judged:
-        made.headline = f"{made.headline} {_loss_course(run)}".rstrip()
+        made.headline = f"{made.headline} {_course(run)}".rstrip()
     if signs and kind != "zero":
         made.limits += [masked] if masked else []
         _lead_with(made, signs)
@@ -186,26 +188,32 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
         made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
         _lead_with(made, signs)
         return made
-    name, losses = loss_of(run.metrics)
-    if losses and not any(map(is_norm, run.metrics.own_names)):
-        said = _loss_course(run)
+    if not any(map(is_norm, run.metrics.own_names)) and (said := _course(run)):
         if not made.is_judged:
-            said = f"{TOO_SHORT}: {plural(len(losses), 'step')}. {_odd_of_few(name, losses) or said}"
+            count = plural(len(_main_series(run)[1]), "step")
+            said = f"{TOO_SHORT}: {count}. {_odd_of_few(*loss_of(run.metrics)) or said}"
         made.headline = said
         made.limits.insert(0, missing)
     return made
 
 
-def _loss_course(run: LoggedRun) -> str:
-    """Describe a loss in which nothing was found; empty where a run has none, or a reward."""
-    name, losses = loss_of(run.metrics)
-    known = {value for _, value in losses}
-    if len(known) < 2:
-        in_all = f" in all {plural(len(losses), 'row')}" if len(losses) > 1 else ""
-        return f"{name} is {number(losses[0][1], 3)}{in_all}." if losses else ""
-    (first, begin), (last, end) = losses[0], losses[-1]
+def _course(run: LoggedRun) -> str:
+    """Describe a loss in which nothing was found, or a run's reward; empty where it has neither."""
+    name, values = _main_series(run)
+    if len({value for _, value in values}) < 2:
+        in_all = f" in all {plural(len(values), 'row')}" if len(values) > 1 else ""
+        return f"{name} is {number(values[0][1], 3)}{in_all}." if values else ""
+    (first, begin), (last, end) = values[0], values[-1]
     went = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
-    return went + ("." if is_adversarial(run.metrics) or len(losses) <= HealthConfig().warmup else course(losses))
+    is_described = is_loss_judged(run.metrics) and len(values) > HealthConfig().warmup
+    return went + (course(values) if is_described else ".")
+
+
+def _main_series(run: LoggedRun) -> tuple[str, list[tuple[int, float]]]:
+    """Return the name and values of a run's loss, else of its reward."""
+    metrics = run.metrics
+    reward = metrics.first(SCORES)
+    return (metrics.own(reward), metrics.known(reward)) if reward else loss_of(metrics)
 
 
 def _odd_of_few(name: str, losses: Sequence[tuple[int, float]]) -> str:

@@ -554,6 +554,10 @@ def course(known: Sequence[tuple[int, float]]) -> str:
             for at in (climbed.low, climbed.high)
         )
         return f"; it rose from {low} to {high}."
+    begin = median(values[:NEAR])
+    if len(values) >= _SHORT and max(moved, abs(begin - median(values[-third:]))) < abs(begin) / 50:
+        now = number(median(values[-third:]), 3)
+        return f", and did not fall: its median is {number(begin, 3)} in the first rows and {now} in the last third."
     around = [values[max(at - NEAR // 2, 0) : at] + values[at + 1 : at + 1 + NEAR // 2] for at in range(len(values))]
     high = max(range(NEAR // 2, len(values)), key=lambda at: values[at] / (median(around[at]) or math.inf), default=0)
     if high and values[high] > 2 * median(around[high]) > 0:

@@ -77,7 +77,7 @@ def missing_norm(metrics: Metrics, name: str) -> str:
 _NO_NORM = re.compile(
     r"loss|scale|\blr\b|learning|epoch|sec|time|acc|score|reward|entropy|kl\b|mem|tok|step|iter|\beta\b|speed|ppl|perplex"
     r"|xent|val|eval|test|length|samples|mfu|tps|\bdt|percent|skip|return|episod|elapsed|remaining|\brate\b|rmse|\bmae\b"
-    r"|flo|cost|instances|\bsize\b|weights|v_num|images|examples|usd|num_?|clipfrac|fps|variance|log(?:it|p)",
+    r"|flo|cost|instances|\bsize\b|weights|v_num|images|examples|usd|num_?|\bclip|updates|\bep_|fps|variance|log(?:it|p)",
     re.IGNORECASE,
 )
 """Names of what is no gradient norm."""
