@@ -406,7 +406,7 @@ class _Table:
 def _gaps(recording: Recording) -> Iterator[str]:
     """Note at which few of many steps a norm is not there, as where pandas has written a NaN."""
     for name in filter(is_norm, {*chain(*(values for _, values in recording.rows))}):
-        empty = [step for step, values in recording.rows if name not in values]
+        empty = [step for step, values in recording.rows if name not in values and any(map(is_training_loss, values))]
         if 0 < 20 * len(empty) <= len(recording.rows):
             at = ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5)
             yield f"{name} is empty at {plural(len(empty), 'step')} ({at}), which may be NaN as pandas writes it."

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from ..memory import uncollected
 from .checkpoints import checkpoints
 from .health import LOSSES, TOO_SHORT, ranges
 from .signals import (
+    BLOWN,
     EARLIER,
     EFFECTS,
     LOSS,
@@ -45,6 +47,7 @@ from .signals import (
 )
 from .spikes import (
     EARLY,
+    HARMLESS,
     KINDS,
     UNRECOVERED,
     Explosion,
@@ -107,7 +110,7 @@ class Diagnosis:
     @property
     def gravity(self) -> int:
         """How bad the run is: 2 where it does not recover or a metric is not finite, 1 with another fault, else 0."""
-        return 2 if self.is_unrecovered or self.kind == "unfinite" else int(self.kind not in ("", "start"))
+        return 2 if self.is_unrecovered or self.kind == "unfinite" else int(self.kind not in ("", *HARMLESS))
 
     @property
     def advice(self) -> str:
@@ -260,6 +263,9 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     is_followed = worst.kind == "end" and worst.peak is not worst.steps[-1]
     if is_hurt and (worst.kind in ("back", "level") or is_followed):
         made.explosions[0] = worst = replace(worst, kind="collapse")
+    if worst.kind == "level" and is_hurt is False and (learned := _learned(worst)):
+        made.explosions[0] = worst = replace(worst, kind="learning")
+        effects = learned
     made.kind = worst.kind
     also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
     is_short = worst.kind == "back" or len(worst.steps) == 1
@@ -277,6 +283,20 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     made.sentences += _others(made.explosions)
     advice, made.command = _advise_resume(run, made.explosions, is_hurt, bool(sound))
     made.sentences.append(f"{_on_tokens(run, worst.peak.step, 'GradLoc on' in advice)} {advice}")
+
+
+def _learned(worst: Explosion) -> str:
+    """Say how far the loss fell since an explosion began; empty where it fell by less than a tenth, or rose first."""
+    name, losses = loss_of(surviving(worst.segment))
+    if _change(losses, worst.first, None, LOSS.rise):
+        return ""
+    before, after = (
+        [loss for step, loss in losses if (step < worst.first) == is_before and math.isfinite(loss)][-_LEVEL:]
+        for is_before in (True, False)
+    )
+    if not len(before) == len(after) == _LEVEL or not 0 < median(after) < 0.9 * median(before):
+        return ""
+    return f"{name} fell meanwhile, from {number(median(before), 3)} to {number(median(after), 3)} (medians)."
 
 
 def _loss_at(worst: Explosion) -> list[str]:
@@ -322,8 +342,14 @@ def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
 def _unsized(run: LoggedRun) -> list[str]:
     """Note that a GAN's loss is judged only by whether it is finite."""
     name = loss_of(run.metrics)[0]
-    is_gan = is_adversarial(run.metrics)
-    return [f"{name} is a GAN's, so its size shows no fault: only whether it is finite is judged."] * is_gan
+    if not is_adversarial(run.metrics):
+        return []
+    note = f"{name} is a GAN's, so its size shows no fault: only whether it is finite is judged."
+    known = run.metrics.known(run.metrics.first(LOSSES))
+    step, top = max(known, key=itemgetter(1), default=(0, 0.0))
+    usual = median([abs(value) for _, value in known] or [0.0])
+    far = f" Its largest value, {number(top, 3)} at step {step}, is {number(top / (usual or 1), 2)} times the median."
+    return [note + (far if top > BLOWN * usual > 0 else "")]
 
 
 def _unseen(run: LoggedRun) -> list[str]:
@@ -409,14 +435,21 @@ def _overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
 
 
 def _begin_of(worst: Explosion, explosions: Sequence[Explosion]) -> int:
-    """Return where the explosions begin that lead to this one without a pause: its effects are measured from there.
+    """Return where the explosions begin that lead to this one, without a pause or with a loss that stays higher: its
+    effects are measured from there.
 
     One that did no harm leads to nothing.
     """
     first, pause = worst.first, _NEAR * interval(surviving(worst.segment))
+    losses = loss_of(surviving(worst.segment))[1]
     for each in sorted(explosions, key=lambda explosion: -explosion.first):
-        is_near = each.segment is worst.segment and each.first < first <= each.steps[-1].step + pause
-        if is_near and _effects(each)[1] is not False:
+        if each.segment is not worst.segment or each.first >= first:
+            continue
+        last = each.steps[-1].step
+        before = [loss for step, loss in losses if step < each.first][-_NEAR:]
+        since = [loss for step, loss in losses if last < step < first]
+        stays = len(since) >= _LEVEL <= len(before) and median(since) > 1.5 * median(before) > 0
+        if (first <= last + pause or stays) and _effects(each)[1] is not False:
             first = each.first
     return first
 
@@ -525,6 +558,10 @@ def _change(
     last = ends[-2:] if len(after) > 3 else ends[-1:]
     are_back = [value >= lowest if verb == "fell" else value <= highest for value in (median(ends), *last)]
     is_back = len(after) > 2 * _LEVEL and are_back[0] and reached not in ends or len(after) > 1 and all(are_back[1:])
+    earlier = [value for at, value in known if at <= step][-4 * _WITHIN :]
+    as_far = sum(value <= reached if verb == "fell" else value >= reached for value in earlier)
+    if is_back and as_far > 1:
+        return None  # noise that came as far before
     return _Change(f"{change} and came back" if is_back else change, is_back)
 
 
@@ -589,7 +626,7 @@ def _advise_resume(
     end = ", with GradLoc on for the next spike:" if on else "."
     if _is_left_behind(run, explosions):
         return f"The resumed run got past step {peak}: continue{end}", on
-    if worst.kind == "start":
+    if worst.kind in HARMLESS:
         return f"No need to resume. Continue the run{end}", on
     if is_hurt is False and worst.kind != "growth":
         deciding = _deciding(run.metrics)
@@ -674,8 +711,7 @@ def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
         sentence += f" ({unseen} not logged, and the fault may have begun there)"
     saved = max((step for step in run.saved if step < before), default=None)
     if run.unit not in ("step", "epoch"):
-        by = "epoch" if run.metrics.place(before) else "time"
-        sentence += f". The log gives no steps, so look for one from before that {by}"
+        sentence += ". The log gives no steps, so look by the epoch" if run.metrics.place(before) else ""
     elif not where and saved is not None:
         where = run.saved[saved]
         sentence += f" (the log says that step {saved:,} was saved)"

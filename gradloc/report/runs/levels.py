@@ -19,7 +19,7 @@ _SPREADS = 3.5
 """Multiple of the median deviation from the values before: less is no peak."""
 _LITTLE = 0.05
 """Share of the lower quartile that is added to each."""
-_CLIMB = math.log(1.2)
+_CLIMB = math.log(1.08)
 """Least rise on a logarithmic scale that is worth a word."""
 _MOST = 8192
 """Levels at most, for the sake of time."""

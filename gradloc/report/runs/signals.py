@@ -547,13 +547,18 @@ def course(known: Sequence[tuple[int, float]]) -> str:
     if jump and was > 0 and jump.size > max(math.log(2), climbed.size if climbed else 0.0):
         step, value = known[jump.at]
         times = number(value / was, 2)
-        return f"; its largest jump is to {number(value, 3)} at step {step}, {times} times the values before it."
+        back = next((at for at, value in known[jump.at + 1 :] if value <= 1.2 * was), None)
+        end = "is not back at the end" if back is None else f"was back at step {back}"
+        said = f"its largest jump, to {number(value, 3)} at step {step}, {times} times the values before it, {end}"
+        return f"; {said}."
     if climbed and climbed.size > (math.log(1.5) if len(values) < _SHORT else 0.0):
         low, high = (
             f"{number(median(values[at.start : at.stop]), 3)} around step {known[at[len(at) // 2]][0]}"
             for at in (climbed.low, climbed.high)
         )
         return f"; it rose from {low} to {high}."
+    if said := _is_past_its_lowest(known):
+        return said
     begin = median(values[:NEAR])
     if len(values) >= _SHORT and max(moved, abs(begin - median(values[-third:]))) < abs(begin) / 50:
         now = number(median(values[-third:]), 3)
@@ -564,3 +569,21 @@ def course(known: Sequence[tuple[int, float]]) -> str:
         times, (step, value) = number(values[high] / median(around[high]), 2), known[high]
         return f"; its value at step {step}, {number(value, 3)}, is {times} times those around it."
     return f", and none of its {plural(len(known), 'value')} stands out."
+
+
+def _is_past_its_lowest(known: Sequence[tuple[int, float]]) -> str:
+    """Say that a loss ends above its lowest sixth, if it does by more than such parts scatter."""
+    size = len(known) // 6
+    parts = [
+        [value for _, value in known[len(known) - (back + 1) * size : len(known) - back * size]] for back in range(6)
+    ]
+    if size < NEAR:
+        return ""
+    middles = [*map(median, parts)]
+    low = min(range(6), key=middles.__getitem__)
+    was, now = middles[low], middles[0]
+    scatter = median(abs(value - middles[part]) for part in (low, 0) for value in parts[part])
+    if not now > 1.05 * was > 0 or now - was < 6 * scatter / math.sqrt(size):
+        return ""
+    step = known[len(known) - low * size - size // 2][0]
+    return f"; it was lowest, {number(was, 3)}, around step {step}, and is {number(now, 3)} at the end (medians)."

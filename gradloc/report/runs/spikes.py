@@ -122,6 +122,7 @@ KINDS = {
     "back": "a spike, and back",
     "collapse": "a spike, and the run did not recover",
     "level": "a new level",
+    "learning": "a norm that rises while the loss falls",
     "growth": "growth",
     "lost": "no recovery from NaN or infinity",
     "end": "the log ends at the spike",
@@ -140,6 +141,8 @@ LOST_AND_BACK = "NaN or infinity, and back"
 """The title of a kind ``back`` without a finite norm."""
 UNRECOVERED = {"collapse", "level", "growth", "lost", "end", "zero", "vanish", "height", "fell"}
 """The kinds with which a run ends as it is not to be."""
+HARMLESS = {"start", "learning"}
+"""The kinds that are no fault."""
 LEVEL = 3.0
 """Multiple of the normal norm above which norms are a new level."""
 LASTING = 8
