@@ -493,7 +493,8 @@ class Headed(Grammar):
         """Adds what a line below a headline says."""
         rows = self.rows[process]
         if rows and rows[-1][0] == self.step:
-            self.num_again += not self._below.isdisjoint(values) and not rows[-1][1].items() >= values.items()
+            is_again = not self._below.isdisjoint(wanted(values))
+            self.num_again += is_again and not rows[-1][1].items() >= values.items()
             self._below.update(values)
             rows[-1][1].update(values)  # NeMo-RL prints the reward of a validation before the step's own
             return

@@ -23,7 +23,7 @@ PAIRS = re.compile(
     rf"\s*{_IS}\s*{_OPENED}({NUMBER})(?![\w.]*\d)"
     # no sign between: the name is known, or the line's parts are set apart; a step may come first: loss 73 0.25
     r"|(?<![a-z_/.\d])((?:[a-z]{2,12} )?[a-z_/]{0,40}"
-    r"(?:norm|loss(?:_[a-z]{1,20})?|reward|entropy|grad_l2|cost|\bnll|\bgn|\bgrad)(?:/[a-z]+)?)"
+    r"(?:norm|loss(?:_[a-z]{1,20})?|\bmse|reward|entropy|grad_l2|cost|\bnll|\bgn|\bgrad)(?:/[a-z]+)?)"
     rf"\]?\s+(?:(?:so far\s+)?(?:is|of)\s+|\|\s+|\(|\d+\s+(?=[-\d]|nan\b))?({NUMBER})(?![\w.]*\d)"
     rf"|(?:[|,;]| /)\s*([a-z][\w/.-]{{0,40}})\s+({NUMBER})(?=\s*(?:[|,;(]|/ |$|ms\b|s\b|%))",
     re.IGNORECASE,

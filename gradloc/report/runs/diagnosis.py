@@ -22,7 +22,7 @@ from ...health import HealthConfig
 from ...health.rules import SCORES
 from ..logs.names import is_norm
 from ..logs.recording import Metrics
-from ..logs.segments import LoggedRun, Segment, surviving
+from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
 from .checkpoints import checkpoints
 from .health import LOSSES, TOO_SHORT, ranges
@@ -42,6 +42,7 @@ from .signals import (
     loss_of,
     lost_loss,
     minor_skips,
+    onset,
     sound_loss,
     trainer_class,
 )
@@ -237,10 +238,11 @@ def _worst_first(run: LoggedRun, judged: Sequence[Sequence[Judged]]) -> list[Exp
     found = [
         replace(each, is_start=False, kind="back") if each.is_start and _effects(each)[1] else each for each in found
     ]
-    last = run.segments[-1]
+    last, usual = run.segments[-1], median(run.metrics.norms or [1.0]) or 1.0
 
     def badness(found: Explosion) -> tuple[bool, bool, float, bool]:
-        return not found.is_start, found.kind == "lost" or len(found.lost) > 2, found.times, found.segment is last
+        height = found.times * found.peak.norm / usual  # where norms have vanished, a small one is a multiple
+        return not found.is_start, found.kind == "lost" or len(found.lost) > 2, height, found.segment is last
 
     return sorted(found, key=badness, reverse=True)
 
@@ -296,7 +298,9 @@ def _learned(worst: Explosion) -> str:
     )
     if not len(before) == len(after) == _LEVEL or not 0 < median(after) < 0.9 * median(before):
         return ""
-    return f"{name} fell meanwhile, from {number(median(before), 3)} to {number(median(after), 3)} (medians)."
+    return (
+        f"{capitalized(name)} fell meanwhile, from {number(median(before), 3)} to {number(median(after), 3)} (medians)."
+    )
 
 
 def _loss_at(worst: Explosion) -> list[str]:
@@ -558,11 +562,11 @@ def _change(
     last = ends[-2:] if len(after) > 3 else ends[-1:]
     are_back = [value >= lowest if verb == "fell" else value <= highest for value in (median(ends), *last)]
     is_back = len(after) > 2 * _LEVEL and are_back[0] and reached not in ends or len(after) > 1 and all(are_back[1:])
-    earlier = [value for at, value in known if at <= step][-4 * _WITHIN :]
+    earlier = [value for at, value in known if at <= step][-4 * _WITHIN : -_NEAR]
     as_far = sum(value <= reached if verb == "fell" else value >= reached for value in earlier)
     if is_back and as_far > 1:
         return None  # noise that came as far before
-    return _Change(f"{change} and came back" if is_back else change, is_back)
+    return _Change(f"{change} and came back to {number(median(ends), 2)}" if is_back else change, is_back)
 
 
 def _is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:
@@ -641,7 +645,8 @@ def _advise_resume(
     deciding = _deciding(run.metrics)
     verb = "rises" if deciding == "loss" else "falls"
     logged = [step for step, _ in surviving(worst.segment).logged(worst.segment.metrics.norm or "")]
-    first = _onset(worst.segment, _begin_of(worst, explosions)) if is_hurt else worst.first
+    losses = loss_of(surviving(worst.segment))[1]
+    first = onset(losses, _begin_of(worst, explosions)) if is_hurt else worst.first
     last = max((step for step in logged if step < first), default=first - 1)
     before = last + 1 if interval(run.metrics) > 1 else first
     condition = "" if is_certain else f"If the {deciding} {verb}, "
@@ -652,15 +657,6 @@ def _advise_resume(
         return f"Change something before the next resume: {change}", command
     sentence, command = _resume(run, before, condition)
     return f"{earlier.strip()} {sentence}".strip(), command
-
-
-def _onset(segment: Segment, first: int) -> int:
-    """Return the first of the steps just before ``first`` at which the loss is above all that it was earlier."""
-    logged = [row for row in loss_of(surviving(segment))[1] if row[0] < first][-2 * _LEVEL :]
-    usual = max((loss for _, loss in logged[:_LEVEL]), default=math.inf)
-    while len(logged) > _LEVEL and logged[-1][1] > usual:
-        first = logged.pop()[0]
-    return first
 
 
 def _deciding(metrics: Metrics) -> str:

@@ -207,6 +207,9 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         what = " or ".join(dict.fromkeys(number(value) for _, value in logged if not math.isfinite(value)))
         before = [(step, known) for step, known in logged if step < lost[0]]
         was = f"; it was {number(before[-1][1], 3)} at step {before[-1][0]}" if before else ""
+        begin = onset(before, lost[0]) if title == "loss" else lost[0]
+        if begin < lost[0]:
+            was += f", and had left its level at step {begin}"
         if lost == [step for step, _ in logged if step >= lost[0]]:
             where = f"from step {lost[0]} on, to the end of the log ({plural(len(lost), 'row')})"
         else:
@@ -217,8 +220,21 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         advice = ""
         if not before:
             advice = _repeats(own, title, begins(run)) if after is None else f"From step {after} on it is finite."
-        before_it = before[-1][0] + 1 if is_resumed else None
+        before_it = max((step for step, _ in before if step < begin), default=begin - 1) + 1 if is_resumed else None
         yield Sign("unfinite", f"{own} is {what} {where}{was}.", advice, lost[0], before_it)
+
+
+def onset(logged: Sequence[tuple[int, float]], first: int) -> int:
+    """Return the first of the steps just before ``first`` at which a loss is well above all that it was earlier."""
+    rows = [row for row in logged if row[0] < first][-2 * _BEFORE :]
+    usual = max((loss for _, loss in rows[:_BEFORE]), default=math.inf)
+    while len(rows) > _BEFORE and rows[-1][1] > usual + abs(usual) / 10:
+        first = rows.pop()[0]
+    return first
+
+
+_BEFORE = 5
+"""Values that say what a loss was."""
 
 
 def _overwritten_nan(run: LoggedRun) -> Iterator[Sign]:
@@ -511,7 +527,8 @@ def _jumped(metrics: Metrics) -> Sign | None:
     if back is None:
         sentence += f" It began at step {known[begin][0]}." if begin < at else ""
         return Sign("loss", sentence, "", step, known[begin - 1][0] + 1)
-    advice = "No need to resume. Log the gradient norm: it shows a jump like this at the step that causes it."
+    norm = "" if metrics.norm else " Log the gradient norm: it shows a jump like this at the step that causes it."
+    advice = f"No need to resume.{norm}"
     return Sign("loss", sentence, advice, step)
 
 
