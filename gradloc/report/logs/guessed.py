@@ -77,7 +77,7 @@ class Guessed(Grammar):
             free = [at for at in _COUNT.finditer(text) if not any(a <= at.start() < b for a, b in named)]
             # what comes behind the metrics may be in some lines only
             free = [at for at in free if at.start() < begin] or free
-            if named and not _NO_ROW.search(line, 0, named[0][0]):
+            if named and not _NO_ROW.search(line, 0, max(begin, named[0][0])):
                 epochs = {each.start(1) for each in EPOCH.finditer(line)}
                 key = wanted, tuple(at.start(1) in epochs for at in free)
                 self._kept[key][process].append(([float(at[1]) for at in free], values))

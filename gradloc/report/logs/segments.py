@@ -322,8 +322,14 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     )
     is_folded = again > max(2, len(rows) // 8)
     parts: list[_Stretch] = []
-    num_same = 0
+    num_same, notes = 0, []
+    strays = [at for at in range(1, len(rows) - 1) if rows[at][0] < rows[at - 1][0] < rows[at + 1][0]]
+    strays = strays if len(strays) < 3 else []  # a single row among those of a stretch is of no other start
     for at, (step, values) in enumerate(rows):
+        is_known = at in strays and step in parts[-1].rows and not is_beside(values)
+        if is_known and not parts[-1].takes(step, values, is_folded):
+            notes.append(f"The row of step {step} between those of later steps in {source} is left out.")
+            continue
         if parts and step not in parts[-1].rows and all(map(_is_evaluations, values)) and is_beside(values):
             parts[-1].add_late(values)  # it may count otherwise
             continue
@@ -343,7 +349,6 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
         if any(values.items() <= part.rows.get(step, {}).items() for part in parts[:-1]):
             num_same += 1
             parts.pop()
-    notes = []
     if is_folded:
         notes.append(
             f"{source} has several rows for a step ({again} of them): of their "

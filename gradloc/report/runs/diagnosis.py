@@ -20,13 +20,14 @@ from ...explain.numbers import number
 from ...explain.text import capitalized, in_unit, listed, plural
 from ...health import HealthConfig
 from ...health.rules import SCORES
-from ..logs.names import is_norm
+from ..logs.names import is_norm, is_training_loss
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
 from .checkpoints import checkpoints
 from .health import LOSSES, TOO_SHORT, ranges
 from .signals import (
+    ADVERSARIAL,
     BLOWN,
     EARLIER,
     EFFECTS,
@@ -38,11 +39,11 @@ from .signals import (
     from_start,
     interval,
     is_adversarial,
-    is_loss_judged,
     loss_of,
     lost_loss,
     minor_skips,
     onset,
+    past_its_best,
     sound_loss,
     trainer_class,
 )
@@ -209,8 +210,18 @@ def _course(run: LoggedRun) -> str:
         return f"{name} is {number(values[0][1], 3)}{in_all}." if values else ""
     (first, begin), (last, end) = values[0], values[-1]
     went = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
-    is_described = is_loss_judged(run.metrics) and len(values) > HealthConfig().warmup
-    return went + (course(values) if is_described else ".")
+    if not loss_of(run.metrics)[1]:
+        return went + (past_its_best([(step, -value) for step, value in values], "highest") or ".")
+    if is_adversarial(run.metrics):
+        return went + _other_gan_losses(run, name)
+    return went + (course(values) if len(values) > HealthConfig().warmup else ".")
+
+
+def _other_gan_losses(run: LoggedRun, name: str) -> str:
+    """Continue a sentence on one of a GAN's losses with the others."""
+    others = [own for own in run.metrics.own_names if own != name and ADVERSARIAL.search(own) and is_training_loss(own)]
+    known = [(own, run.metrics.known(own)) for own in others[:3]]
+    return "".join(f", {own} from {number(of[0][1], 3)} to {number(of[-1][1], 3)}" for own, of in known if of) + "."
 
 
 def _main_series(run: LoggedRun) -> tuple[str, list[tuple[int, float]]]:
@@ -241,7 +252,8 @@ def _worst_first(run: LoggedRun, judged: Sequence[Sequence[Judged]]) -> list[Exp
     last, usual = run.segments[-1], median(run.metrics.norms or [1.0]) or 1.0
 
     def badness(found: Explosion) -> tuple[bool, bool, float, bool]:
-        height = found.times * found.peak.norm / usual  # where norms have vanished, a small one is a multiple
+        norm = found.peak.norm  # where norms have vanished, a small one is a multiple
+        height = found.times * norm / usual if math.isfinite(norm) else math.inf
         return not found.is_start, found.kind == "lost" or len(found.lost) > 2, height, found.segment is last
 
     return sorted(found, key=badness, reverse=True)
@@ -270,6 +282,9 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
         effects = learned
     made.kind = worst.kind
     also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
+    if worst.kind in ("back", *HARMLESS):  # a jump of the loss elsewhere is another finding
+        near = range(worst.first, worst.steps[-1].step + 2)
+        also += [sign.sentence for sign in signs if sign.kind == "loss" and sign.first not in near]
     is_short = worst.kind == "back" or len(worst.steps) == 1
     made.sentences += _loss_at(worst) if is_short and not worst.lost else []
     made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]

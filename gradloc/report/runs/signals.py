@@ -48,7 +48,7 @@ EFFECTS = (
 _LEAST_JUMP = 1.4
 """Multiple of the values before it from which a loss has jumped."""
 _PEAK = 5.0  # times the level after it: a peak that is reported
-_ADVERSARIAL = re.compile(
+ADVERSARIAL = re.compile(
     r"(?i:gen|generator|disc?|discriminator)(?![a-z])|(?<![A-Za-z0-9])(?:[Ll]oss|err)?_?[DdGg](?![A-Za-z])"
 )
 """In the name of a GAN's loss."""
@@ -107,7 +107,7 @@ def is_loss_judged(metrics: Metrics) -> bool:
 
 def is_adversarial(metrics: Metrics) -> bool:
     """Return whether a run's loss is that of a GAN's generator or discriminator."""
-    return _ADVERSARIAL.search(loss_of(metrics)[0]) is not None
+    return ADVERSARIAL.search(loss_of(metrics)[0]) is not None
 
 
 def sound_loss(metrics: Metrics, first: int) -> str:
@@ -333,7 +333,8 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     is_early = begins(run) == "start" or scales[:1] >= [_FIRST_SCALE]
     is_sound = scales[-1:] > [100] or scales[-1:] >= [1] and (last or 0) <= steps[0]
     is_search = is_early and count < steps[-1] and (first or 0) <= steps[0] and is_sound
-    is_past = has_rows and (is_search or steps[-1] - (last or steps[0]) >= 10 * count)
+    after = steps[-1] - (last or steps[0])
+    is_past = has_rows and (is_search or after >= (3 if is_early and (first or 0) < 10 else 10) * count)
     is_over = not is_end and (count < 3 and min(scales, default=1) >= 1 or is_past)
     advice = "A few are normal while the scaler finds its scale."
     if not has_rows and not is_end and len(scales) > 1 and scales[0] >= _USUAL_SCALE and scales[-1] > 100:
@@ -341,7 +342,7 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
         advice = "A new run's scaler finds its scale like this: look again if overflows go on below 100."
     if counts := run.metrics.known(SKIPPED):
         number_of, skipped = counts[-1]
-        is_over = not is_end and number_of >= 10 * skipped
+        is_over = not is_end and (number_of >= 10 * skipped or is_past)
         num_skipped = plural(int(skipped), "skipped step")
         sentence = f"fp16 overflowed: the trainer counts {num_skipped} of {number_of:,}{fell}{end}."
     if not is_over:
@@ -480,6 +481,8 @@ def _lasting(metrics: Metrics) -> Sign | None:
         what, worst = ("low", min(values[rise.at :])) if first.is_fall else ("peak", max(values[rise.at :]))
         way = f", after a {what} of {number(worst, 2)}" if abs(worst - was) > 1.5 * abs(now - was) else ""
         change = f"from {number(was, 2)} around step {step} to {number(now, 2)} at the end{way}"
+        if worst in values[-2:] and way:
+            change = f"from {number(was, 2)} around step {step} to {number(worst, 2)} at the last finite values"
         return Sign("fell", f"{own} {first.verb} {change}.", "", step, step + 1)
     before_it = known[rise.at - 1][0]
     was, now = median(values[rise.low.start : rise.at]), median(values[rise.at :])
@@ -574,7 +577,7 @@ def course(known: Sequence[tuple[int, float]]) -> str:
             for at in (climbed.low, climbed.high)
         )
         return f"; it rose from {low} to {high}."
-    if said := _is_past_its_lowest(known):
+    if said := past_its_best(known):
         return said
     begin = median(values[:NEAR])
     if len(values) >= _SHORT and max(moved, abs(begin - median(values[-third:]))) < abs(begin) / 50:
@@ -588,8 +591,10 @@ def course(known: Sequence[tuple[int, float]]) -> str:
     return f", and none of its {plural(len(known), 'value')} stands out."
 
 
-def _is_past_its_lowest(known: Sequence[tuple[int, float]]) -> str:
-    """Say that a loss ends above its lowest sixth, if it does by more than such parts scatter."""
+def past_its_best(known: Sequence[tuple[int, float]], best: str = "lowest") -> str:
+    """Say that values end above their lowest sixth, if they do by more than such parts scatter; what is best when it is
+    ``highest`` is given with its sign turned.
+    """
     size = len(known) // 6
     parts = [
         [value for _, value in known[len(known) - (back + 1) * size : len(known) - back * size]] for back in range(6)
@@ -600,7 +605,8 @@ def _is_past_its_lowest(known: Sequence[tuple[int, float]]) -> str:
     low = min(range(6), key=middles.__getitem__)
     was, now = middles[low], middles[0]
     scatter = median(abs(value - middles[part]) for part in (low, 0) for value in parts[part])
-    if not now > 1.05 * was > 0 or now - was < 6 * scatter / math.sqrt(size):
+    if now - was < max(6 * scatter / math.sqrt(size), abs(was) / 20) or not was:
         return ""
-    step = known[len(known) - low * size - size // 2][0]
-    return f"; it was lowest, {number(was, 3)}, around step {step}, and is {number(now, 3)} at the end (medians)."
+    step, sign = known[len(known) - low * size - size // 2][0], -1 if best == "highest" else 1
+    was, now = number(sign * was, 3), number(sign * now, 3)
+    return f"; it was {best}, {was}, around step {step}, and is {now} at the end (medians)."

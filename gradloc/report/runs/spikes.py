@@ -19,7 +19,7 @@ from ...explain.text import plural
 from ...trigger import AdaptiveThreshold
 from ..logs.names import is_norm, is_training_loss, listed
 from ..logs.recording import MEAN, Metrics
-from ..logs.segments import LoggedRun, Segment, is_bookkeeping, surviving
+from ..logs.segments import LoggedRun, Segment, surviving
 from .health import ranges
 from .signals import interval
 
@@ -67,20 +67,14 @@ def missing_norm(metrics: Metrics, name: str) -> str:
             f"{name} has several gradient norms; {odd} stands out the most: {number(peak, 3)} at step {step}, "
             f"{number(peak / usual[odd], 3)} times its median. Name one with --metric: {listed(known)}."
         )
-    named = (own for own in metrics.own_names if not is_bookkeeping(own) and not is_training_loss(own))
-    others = [own for own in named if not _NO_NORM.search(own)]
+    others = [own for own in metrics.own_names if _MAYBE_NORM.search(own) and not is_training_loss(own)]
     if not others:
         return f"{name} logs no gradient norm. If the norm has another name, give it: --metric NAME."
     return f"{name} logs no gradient norm. If one of these is the norm, name it with --metric: {listed(others)}."
 
 
-_NO_NORM = re.compile(
-    r"loss|scale|\blr\b|learning|epoch|sec|time|acc|score|reward|entropy|kl\b|mem|tok|step|iter|\beta\b|speed|ppl|perplex"
-    r"|xent|val|eval|test|length|samples|mfu|tps|\bdt|percent|skip|return|episod|elapsed|remaining|\brate\b|rmse|\bmae\b"
-    r"|flo|cost|instances|\bsize\b|weights|v_num|images|examples|usd|num_?|\bclip|updates|\bep_|fps|variance|log(?:it|p)",
-    re.IGNORECASE,
-)
-"""Names of what is no gradient norm."""
+_MAYBE_NORM = re.compile(r"norm|grad|magnitude", re.IGNORECASE)
+"""In the names of what may be a gradient norm."""
 
 
 def judge_run(run: LoggedRun, settings: Mapping[str, float] | None = None) -> list[list[Judged]]:
