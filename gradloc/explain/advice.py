@@ -113,16 +113,10 @@ _ONE_WAY = ("warmer", "warm_up", "clip_higher")
 
 
 def options_of(name: str, trainer: str | None, own: Settings | None = None) -> dict[str, Option]:
-    """Return the options to take an action on the trainer that made the run; empty where it has none or needs none.
+    """Return the options to take an action on a record's trainer; empty where it has none or needs none.
 
-    Args:
-        name: of the action.
-        trainer: as a record names it.
-        own: the run's own settings by verl's dotted names, as far as they are known.
-
-    Returns:
-        The option under an empty name; both versions' under their names where the record does not say which verl made
-        it and they differ.
+    The one option has an empty name. Where the record does not say which verl made it, and the two differ, each has its
+    version's name. ``own`` are the run's settings by verl's dotted names, as far as they are known.
     """
     action, verl = ACTIONS[name], verl_of(trainer)
     by_verl = {verl: _beyond(name, action.settings(verl), own or {}) for verl in VERLS}

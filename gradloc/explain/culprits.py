@@ -24,14 +24,9 @@ def trusted_share(event: Event, culprit: Culprit) -> float | None:
 
 
 def carried(event: Event, culprits: Sequence[Culprit]) -> str | None:
-    """Return the share of the gradient that these culprits carry, with its standard error: ``75% +- 0.3%``.
+    """Return the share of the gradient that some culprits of an event carry, with its standard error: ``75% +- 0.3%``.
 
-    Args:
-        event: the event that they belong to.
-        culprits: some, or all of them.
-
-    Returns:
-        None where the share of one is not known, or cannot be trusted.
+    None where the share of one is not known, or cannot be trusted.
     """
     shares = [trusted_share(event, culprit) for culprit in culprits]
     known = [found for found in shares if found is not None and math.isfinite(found)]

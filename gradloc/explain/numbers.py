@@ -7,12 +7,9 @@ from decimal import ROUND_CEILING, Context
 
 
 def number(value: float | int | None, digits: int = 4, unknown: str = "–") -> str:
-    """Format a number with ``digits`` significant digits, but never round its whole part.
+    """Format a number with ``digits`` significant digits, but never round its whole part; ``unknown`` if it is None.
 
-    Args:
-        value: "NaN", "∞" or "-∞" where it is not finite.
-        digits: at least 1. Powers of ten appear below 1e-4 and from 1e9 on.
-        unknown: the text for None.
+    Powers of ten appear below 1e-4 and from 1e9 on.
 
     >>> number(14577.619), number(0.00071), number(3.2e12), number(None), number(float("nan"))
     ('14,578', '0.00071', '3.2e12', '–', 'NaN')

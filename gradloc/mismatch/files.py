@@ -47,9 +47,7 @@ TEXT_ONLY = {
 def read(path: Path, short: list[str] | None = None) -> dict[str, Columns]:
     """Return the two columns of each step that a file or folder holds, by the step's name, in order.
 
-    Args:
-        path: the file or folder.
-        short: gets a sentence for each step that has too few tokens, where another has enough.
+    ``short`` gets a sentence for each step that has too few tokens, where another has enough.
 
     Raises:
         MismatchError: if there is nothing to read, or a column is missing.

@@ -20,11 +20,9 @@ TOKENS = 50_000
 
 
 class StepJudge:
-    """Judges a step's batch; no forward, no collective. What fails is logged, and training goes on.
+    """Judges the batch of each ``every``-th step (0: never) and appends the verdict to ``mismatch.jsonl``.
 
-    Args:
-        every: steps between two looks; 0: never.
-        folder: where ``mismatch.jsonl`` is written.
+    No forward, no collective. What fails is logged, and training goes on.
     """
 
     def __init__(self, every: int, folder: str | os.PathLike[str]):
@@ -35,10 +33,8 @@ class StepJudge:
     def __call__(self, tensors: Mapping[str, Any], labels: Mapping[str, Sequence[Any]], step: int) -> dict[str, float]:
         """Return the metrics of a step that is looked at, else none.
 
-        Args:
-            tensors: (R, T) on the host: ``rollout_log_probs``, ``old_log_probs``, ``response_mask``, ``responses``.
-            labels: ``uid`` of each row, where there is one.
-            step: the global step.
+        Read are ``rollout_log_probs``, ``old_log_probs``, ``response_mask`` and ``responses`` of ``tensors``, (R, T) on
+        the host, and each row's ``uid`` of ``labels``, where there is one.
         """
         names = ("rollout_log_probs", "old_log_probs", "response_mask")
         if not self.every or step % self.every or step == self._last or not set(names) <= set(tensors.keys()):

@@ -50,12 +50,9 @@ def draw(figure: Figure, **options) -> str:
 
 
 def to_svg(figure: Figure, name: str, title: str) -> str:
-    """Convert the figure to an ``<svg>`` element in the colours of the page's theme.
+    """Convert a figure in LIGHT's colours to an ``<svg>`` element in the colours of the page's theme.
 
-    Args:
-        figure: drawn in LIGHT's colours.
-        name: prefix of every id inside, unique on the page.
-        title: the picture's text for screen readers.
+    ``name`` begins every id inside, and is unique on the page; ``title`` is for screen readers.
     """
     root = ET.fromstring(draw(figure, transparent=True).encode("utf-8"))
     _strip(root)

@@ -53,11 +53,9 @@ SCRIPTS = ("base", "chart", "tokens", "events", "keys")
 
 
 def render(run: RunFolder, events: Events | None = None) -> str:
-    """Render the report of a run.
+    """Render the report of a run with these events, or with all.
 
-    Args:
-        run: the run; sentences about unreadable parts are added to its notes.
-        events: the events to show in detail; all of them when None.
+    Sentences about parts that cannot be read are added to the run's notes.
     """
     chosen = run.events if events is None else events
     is_inline = len(chosen) <= INLINE
@@ -187,13 +185,9 @@ def _environment() -> Environment:
 
 
 def fill(template: str, chart: script_data.Chart | None = None, events: dict[str, Any] | None = None, **named) -> str:
-    """Render a template that extends frame.html, with the data that its script reads.
+    """Render a template that extends frame.html; ``named`` are its own variables.
 
-    Args:
-        template: its file.
-        chart: the curve.
-        events: labels of the tokens' numbers, the events, and the rows of the list.
-        named: the template's own variables.
+    Its script reads the curve, and ``events``: labels of the tokens' numbers, the events, the rows of the list.
     """
     payload = {"labels": {}, "events": {}, "rows": [], "show": "", "charts": {"run": chart}} | (events or {})
     style = asset("uPlot.min.css") + "\n" + asset("report.css")

@@ -23,11 +23,7 @@ PICTURE_BYTES = 3_000_000
 class Panel:
     """An event's sequences and drawings; ``note`` and ``picture_note`` say why some are missing.
 
-    Args:
-        event: as the page shows it.
-        run: its run.
-        budget: tokens that the page can carry of the event.
-        shown: tokens that it can show at first.
+    The page can carry ``budget`` tokens of the event, and can show ``shown`` of them at first.
     """
 
     def __init__(self, event: Event, run: RunFolder, budget: int, shown: int):

@@ -34,10 +34,7 @@ Points = list[tuple[int, float]]
 def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = None) -> Chart | None:
     """Return the chart of norm, threshold and events, with reward, entropy and KL below; None without data.
 
-    Args:
-        run: the run's metrics and events.
-        health: states for the strip below.
-        diagnosis: of a run that has only a log: its spikes are marked, with the threshold of the trigger's rule.
+    Of a run that has only a log, the diagnosis's spikes are marked, with the threshold of the trigger's rule.
     """
     metrics, events = run.metrics, [row for row in run.events.rows if row.model != "critic"]  # its norms are others
     if not metrics and not events:
