@@ -36,13 +36,13 @@ class Columns:
     """0 to R - 1."""
     place: Ints
     """The token's position in its row, from 0; masked tokens count."""
+    order: Ints
+    """The row's number in the batch, where rows may have been left out."""
     ids: Ints | None = None
     group: Ints | None = None
     """The index of the prompt that the token's row answers."""
     prompt: Ints | None = None
     """Tokens of the row's prompt."""
-    order: Ints | None = None
-    """The row's number in the batch, where rows were left out."""
 
     def __len__(self) -> int:
         return len(self.rollout)

@@ -142,7 +142,7 @@ def layouts(tokens: Tokens, scales: Floats) -> Numbers:
     columns = tokens.columns
     first = np.flatnonzero(np.diff(tokens.row, prepend=-1))
     known = {"length": np.bincount(tokens.row).astype(float)}
-    order = np.arange(len(first)) if columns.order is None else columns.order[first]
+    order = columns.order[first]
     for size in range(2, 9):
         known[f"place_in_packs_of_{size}"] = (order % size > 0).astype(float)
     if columns.prompt is not None:

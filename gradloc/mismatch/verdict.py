@@ -37,8 +37,6 @@ SMALL_KL = 0.028
 """The KL per token that separates another version of the policy (below) from another model (above)."""
 FEW_OUTLIERS = 0.04
 """The share of tokens that may be outliers under other weights without being a kind of their own."""
-FAR = 12.0
-"""Times the noise of the rest: single tokens that differ by so much explain it. Outliers of weights reach 10."""
 RAISED = "raised"
 """Evidence that is no kind: single tokens, likely ones among them, of which the trainer's are nearly all higher."""
 LEAST_LEFT = 50
@@ -106,12 +104,9 @@ def judge(given: Columns) -> Verdict:
             break
         if look is in_common and "tail" in evidence and stats.identity(tokens.d)["kl"] < FADED_KL:
             break
-        largest = max(evidence.get(kind, {}).get("size", 0.0) for kind in ("routing", RAISED))
-        if look is in_common and tokens.scale < largest / FAR:
-            break  # the tokens after single ones that far off see another past, so the rest has no kind of its own
         found = look(tokens)
         if isinstance(found, str):
-            why_not = "" if "lags" in evidence.get("never_sampled", {}) else found  # these, too, see another past
+            why_not = found
         elif found and not (evidence and found.kind == "noise"):
             numbers = evidence.setdefault(found.kind, {"token_share": found.share * len(tokens) / len(given)})
             numbers.update(found.numbers)
@@ -120,12 +115,10 @@ def judge(given: Columns) -> Verdict:
         outliers = ("routing", "never_sampled", RAISED)
         few = {kind for kind in outliers if evidence.get(kind, {}).get("share", 1) < FEW_OUTLIERS}
         evidence = {kind: numbers for kind, numbers in evidence.items() if kind not in few}
-    if "lags" in evidence.get("never_sampled", {}):
-        evidence.pop("few_rows", None)  # rows that are shifted as well, in stretches too short to show it
     if RAISED in evidence and not why_not:
         why_not = DOUBTS[RAISED].format(**evidence[RAISED])
     numbers = stats.identity(whole.d)
-    worst = float(np.abs(whole.d[np.isfinite(whole.d)]).max(initial=0.0))
+    worst = float(np.abs(whole.d).max())
     if [*evidence] == ["noise"] and worst > max(TOO_FAR, TIMES_TOO_FAR * tokens.scale) and not why_not:
         count = int((np.abs(whole.d) > max(TOO_FAR / 2, TIMES_TOO_FAR / 2 * tokens.scale)).sum())
         why_not = DOUBTS["few"].format(count=count, worst=worst)
@@ -137,7 +130,7 @@ def judge(given: Columns) -> Verdict:
         ratio=numbers["mean_ratio"],
         ratio_error=numbers["ratio_error"],
         kl=numbers["kl"],
-        worst=float(np.abs(whole.d).max()),
+        worst=worst,
         evidence=evidence,
         why_not=why_not,
     )
@@ -236,10 +229,8 @@ def strange_rows(tokens: Tokens) -> Found | None:
         groups = columns.group[first]
         numbers["whole_prompts"] = float(np.mean([strange[groups == g].mean() for g in np.unique(groups[strange])]))
     is_layout = abs(follows[layout]) > FOLLOWS
-    # of a mixture, the rows between the two parts are few; and prompts differ as a whole
-    is_between = ((scales > 1.6 * low) & ~strange).sum() > 0.8 * strange.sum()
-    is_few = numbers["rows"] < 0.5 and numbers.get("whole_prompts", 1.0) > 0.7
-    if not is_layout and (is_between or not is_few):
+    is_few = numbers["rows"] < 0.5 and numbers.get("whole_prompts", 1.0) > 0.7  # and prompts differ as a whole
+    if not is_layout and not is_few:
         return None
     if is_layout:
         marks = (scales > 1.6 * low)[row]
