@@ -68,13 +68,13 @@ class Checked(NamedTuple):
     """A run's config and what it asks for."""
 
     trainer: str
-    settings: Any
+    settings: Any = None
     """``GradLocConfig``; None where it is off."""
-    features: list[str]
+    features: Sequence[str] = ()
     """Features that are on, by the setting that switches each on."""
-    refusal: str
+    refusal: str = ""
     """Sentence of the refusal at start; empty where there is none."""
-    plan: Plan | str | None
+    plan: Plan | str | None = None
     """The layout and the load, or why they are not known; None where it is refused."""
     unchecked: str = ""
     """Why a refusal could not be checked; empty where it could."""
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         checked = _read(args.config, args.overrides, args.gpus)
     except SystemExit as error:  # of a preset that is none
-        checked = Checked("verl", None, [], str(error), None)
+        checked = Checked("verl", refusal=str(error))
     except ModuleNotFoundError as error:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
     except (ValueError, *_WRONG_KINDS) as error:
@@ -205,12 +205,12 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
         trainer = f"verl {'0.9' if is_engine(config) else '0.7'}, {config.actor_rollout_ref.actor.strategy}"
         asked = asked_of(config, tables_for(config) if is_engine(config) else ["0.7"])
         on = [*asked.features, *["trainer.health.enable"] * (asked.health is not None)]
-        return Checked(trainer, asked.settings, on, "", plan_of(config))
+        return Checked(trainer, asked.settings, on, plan=plan_of(config))
     except OmegaConfBaseException as error:
         why = str(error).partition("\n")[0]
         raise ReportError(f"{path or 'the config'} cannot be read: {one_line(why, 300)}.") from None
     except ValueError as error:
-        return Checked(trainer, None, [], _said(error), None)
+        return Checked(trainer, refusal=_said(error))
 
 
 def _no_preset(name: str) -> SystemExit:
@@ -241,10 +241,8 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
 
     _refuse_words(each for each in overrides if not each.startswith("~"))
     refuse_unknown_overrides(overrides)
-    blocks = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model", "trainer", "data")
-    config = OmegaConf.create({})
-    for block in blocks:
-        OmegaConf.update(config, block, {}, force_add=True)
+    blocks = {"actor_rollout_ref": {"actor": {}, "rollout": {}, "model": {}}, "trainer": {}, "data": {}}
+    config = OmegaConf.create(blocks)
     for override in overrides:
         key, _, value = override.partition("=")
         if key.lstrip("+") == "gradloc":
@@ -259,7 +257,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
         config = OmegaConf.merge(config, OmegaConf.from_dotlist(dotted))
         settings, health = settings_in(config), health_in(config)
     except ValueError as error:
-        return Checked("verl", None, [], str(error), None)
+        return Checked("verl", refusal=str(error))
     switched = {"actor_rollout_ref.actor.gradloc.enable": settings.enable, "trainer.health.enable": health}
     on = [key for key, is_on in switched.items() if is_on]
     why = "what verl itself refuses, since verl is not installed here"
@@ -267,7 +265,7 @@ def _read_alone(overrides: Sequence[str]) -> Checked:
         plan = plan_of(config)
     except (ValueError, *_WRONG_KINDS) as error:  # batch sizes that only verl's defaults say
         plan = f"a size is missing, 0 or no number ({_said(error).rstrip('.')})"
-    return Checked("a run of verl, read from its overrides alone", settings, on, "", plan, why)
+    return Checked("a run of verl, read from its overrides alone", settings, on, plan=plan, unchecked=why)
 
 
 def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus: int) -> Checked:
@@ -290,10 +288,10 @@ def _read_trl(path: str, content: dict[str, Any], overrides: Sequence[str], gpus
         if settings is not None or health is not None:
             refuse(setup_in(content, gpus), settings)
     except (ValueError, TypeError) as error:
-        return Checked("TRL", None, [], str(error), None)
+        return Checked("TRL", refusal=str(error))
     plan = plan_of(content, gpus, min(gpus, 8))
     on = ["gradloc"] * (settings is not None) + ["health"] * (health is not None)
-    return Checked("TRL", settings, on, "", plan, unknown="; ".join(misspelt(content)))
+    return Checked("TRL", settings, on, plan=plan, unknown="; ".join(misspelt(content)))
 
 
 # ---- what a search takes
@@ -407,12 +405,7 @@ def _written(settings: Any) -> list[tuple[str, str]]:
     kept = f"{settings.trigger.max_events} events at most; tokens' text: {evidence.text}; inputs for a replay: "
     kept += f"{evidence.bundle}, up to {evidence.max_gb:g} GB each"
     weights = "" if evidence.checkpoint == "off" else ", and the weights before the step"
-    receivers = [
-        "the console and the run's trackers",
-        *(name for name in ("command", "webhook") if getattr(notify, name)),
-    ]
+    receivers = ["the console and the run's trackers"]
+    receivers += [name for name in ("command", "webhook") if getattr(notify, name)]
     receivers += ["trackers' alerts"] * notify.tracker_alerts
-    return [
-        ("events", f"{settings.root} on the driver: {kept}{weights}"),
-        ("alerts", ", ".join(receivers)),
-    ]
+    return [("events", f"{settings.root} on the driver: {kept}{weights}"), ("alerts", ", ".join(receivers))]
