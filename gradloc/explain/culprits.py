@@ -63,11 +63,9 @@ def engine_words(culprit: Culprit) -> str:
     """
     if culprit.cause.label not in ("not_sampled", "shifted_log_probs"):
         return ""
-    old, engines = culprit.at("old_log_prob"), culprit.at("rollout_log_prob")
+    old, engines, now = (culprit.at(name) for name in ("old_log_prob", "rollout_log_prob", "log_prob"))
     before = "" if old in (None, engines) else f" {number(old, 3)} before the update and"
-    return (
-        f": the engine says log-prob {number(engines, 3)}, the trainer{before} {number(culprit.at('log_prob'), 3)} now"
-    )
+    return f": the engine says log-prob {number(engines, 3)}, the trainer{before} {number(now, 3)} now"
 
 
 def group_sentence(event: Event) -> str:

@@ -92,15 +92,13 @@ def headline(verdict: Verdict) -> str:
 
 def facts(verdict: Verdict) -> list[tuple[str, str]]:
     """Return the numbers of every verdict, with their labels."""
+    noise = "not known: hardly a token is left" if isnan(verdict.noise) else f"{number(verdict.noise, 3)} nats"
     return [
         ("tokens", f"{verdict.tokens:,} in {plural(verdict.rows, 'row')}"),
         ("mean ratio", f"{number(verdict.ratio)} ± {number(verdict.ratio_error, 2)}"),
         ("KL of a token (k3)", f"{number(verdict.kl, 3)} nats"),
         ("largest difference", f"{number(verdict.worst, 3)} nats"),
-        (
-            "residual noise, of logits",
-            "not known: hardly a token is left" if isnan(verdict.noise) else f"{number(verdict.noise, 3)} nats",
-        ),
+        ("residual noise, of logits", noise),
     ]
 
 

@@ -50,10 +50,8 @@ def figure_of(analysis: QuartileAnalysis) -> Figure:
         _draw_changes(row, analysis, kind)
     for axes in (shares, norms, *(axes for row in rows for axes in row)):
         _name_quartiles(axes, analysis)
-    handles = [
-        Patch(facecolor=LIGHT.spike, alpha=0.5, label="updated"),
-        Patch(facecolor=LIGHT.calm, alpha=0.5, label="not updated"),
-    ]
+    colours = {"updated": LIGHT.spike, "not updated": LIGHT.calm}
+    handles = [Patch(facecolor=colour, alpha=0.5, label=label) for label, colour in colours.items()]
     rows[0][1].legend(handles=handles, frameon=False, fontsize=8, loc="lower left", ncols=2)
     split = SPLITS.get(analysis.split, analysis.split)
     dress(figure, f"Gradient by the tokens' probability, step {analysis.global_step} (in {split})")

@@ -206,9 +206,8 @@ def context(event: Event, run: RunFolder) -> list[tuple[str, str]]:
 def _sampled(versions: tuple[int, int], step: int | None) -> str:
     """Say which weights sampled the culprit, and how far behind they were: step n is sampled by step n - 1's."""
     behind = 0 if step is None else max(step - 1 - versions[1], 0)
-    return f"by the weights of {numbered('step', *versions)}" + (
-        f", {plural(behind, 'update')} behind" if behind else ""
-    )
+    late = f", {plural(behind, 'update')} behind" if behind else ""
+    return f"by the weights of {numbered('step', *versions)}{late}"
 
 
 def _when(time: str | None) -> str | None:
@@ -227,23 +226,16 @@ def _culprits(event: Event, shown: Sequence[Culprit]) -> Section:
         return Section("tokens", "The tokens", [])
     columns = [name for name in _TABLE_COLUMNS if any(culprit.at(name) is not None for culprit in shown)]
     head = ("token", "where", "share", "norm", *(COLUMNS[name].label for name in columns), "cause")
-    blocks: list[Block] = [Table(head, [_row(event, culprit, columns) for culprit in shown])]
+    rows = []
+    for culprit in shown:
+        numbers = (number(culprit.at(name)) for name in columns)
+        place, share, norm = _place(event, culprit), _share(event, culprit), _norm(culprit)
+        rows.append((_token(culprit), place, share, norm, *numbers, spoken(culprit.cause.label)))
+    blocks: list[Block] = [Table(head, rows)]
     hidden = len(event.culprits) - len(shown)
     if hidden:
         blocks.append(f"And {plural(hidden, 'culprit')} more in events.jsonl.")
     return Section("tokens", "The tokens", blocks)
-
-
-def _row(event: Event, culprit: Culprit, columns: Sequence[str]) -> tuple[str | TokenCell, ...]:
-    numbers = (number(culprit.at(name)) for name in columns)
-    return (
-        _token(culprit),
-        _place(event, culprit),
-        _share(event, culprit),
-        _norm(culprit),
-        *numbers,
-        spoken(culprit.cause.label),
-    )
 
 
 def _token(culprit: Culprit) -> TokenCell:
@@ -397,16 +389,15 @@ def cost(search: Search) -> str:
 
 
 def _proof(event: Event, run: RunFolder, root: Any) -> Section:
-    certificate, action, them = event.certificate, event.action, pronoun(event)
-    verdict = shown_verdict(event)
+    certificate, action, verdict = event.certificate, event.action, shown_verdict(event)
     doubt = f" ({certificate.reason})" if certificate.reason and verdict not in ("explained", "not_the_data") else ""
     norm = number(event.trigger.grad_norm if event.trigger.grad_norm is not None else certificate.norm_before, 3)
-    without = "".join(bounded(certificate.norm_after, certificate.error_bound, 3)) + " without, "
-    norms = f"Norm {norm} with {them if event.culprits else 'all'}, {without if event.culprits else ''}"
-    blocks: list[Block] = [
-        f"Certificate: {CERTIFICATES.get(verdict, verdict)}{doubt}. {norms}"
-        f"threshold {number(certificate.threshold, 3)}.",
-    ]
+    norms = f"Norm {norm} with all"
+    if event.culprits:
+        without = "".join(bounded(certificate.norm_after, certificate.error_bound, 3))
+        norms = f"Norm {norm} with {pronoun(event)}, {without} without"
+    norms += f", threshold {number(certificate.threshold, 3)}"
+    blocks: list[Block] = [f"Certificate: {CERTIFICATES.get(verdict, verdict)}{doubt}. {norms}."]
     if event.fault is not None and event.fault.at in LINKS:
         there = (place for place, row in enumerate(run.events.rows) if row.step == event.fault.step)
         before = step_before(event, [run.events[place] for place in there])

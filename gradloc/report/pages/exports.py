@@ -137,11 +137,8 @@ def paragraphs(block: Block) -> list[str]:
         rows = [[_cell(cell) for cell in row] for row in (block.head, ("---",) * len(block.head), *block.rows)]
         return ["\n".join(f"| {' | '.join(row)} |" for row in rows)]
     if isinstance(block, Facts):
-        return [
-            "\n".join(
-                f"- {escape(name)}: {escape(f'{text} ({odd})' if odd else text)}" for name, text, odd in block.pairs
-            )
-        ]
+        pairs = ((name, f"{text} ({odd})" if odd else text) for name, text, odd in block.pairs)
+        return ["\n".join(f"- {escape(name)}: {escape(text)}" for name, text in pairs)]
     if isinstance(block, Lines):
         return ["\n".join(_lines(block.lines))]
     inner = [part for each in block.blocks for part in paragraphs(each)]

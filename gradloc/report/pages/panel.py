@@ -47,11 +47,6 @@ class Panel:
         parts = impact_of(event, run.metrics.known).parts
         self.sparks = [(part, *drawings.spark(part, event.step.global_step)) for part in parts]
 
-    @property
-    def default(self) -> str:
-        """The column by which tokens are shaded when the page opens."""
-        return self.shades[0].name if self.shades else ""
-
     def level(self, sequence: int, position: int) -> str:
         """Return the letter of a token's shade when the page opens."""
         return self.shades[0].levels[sequence][position] if self.shades else tokens.NOT_KNOWN
