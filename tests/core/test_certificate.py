@@ -43,10 +43,9 @@ def test_without_culprits_the_norm_is_what_it_was_and_the_reason_says_why(norm_b
     assert found.method == "none" and found.norm_after is found.norm_before and found.reason.startswith(reason)
 
 
-def prober_of(dtype=torch.float32, rounding=0.0, reduction_error=0.0, **known):
-    """Of four micro-batches with five tokens each."""
-    step = SimpleNamespace(
-        dtype=dtype, num_micro_batches=4, token_mask=lambda index: torch.ones(1, 5, dtype=torch.bool)
-    )
-    space = SimpleNamespace(rounding=rounding, **known)
-    return SimpleNamespace(step=step, space=space, ranks=Ranks(), reduction_error=reduction_error)
+def prober_of(**known):
+    """Of four micro-batches with five tokens each, in float32."""
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    step = SimpleNamespace(dtype=torch.float32, num_micro_batches=4, token_mask=lambda index: mask)
+    space = SimpleNamespace(rounding=0.0, **known)
+    return SimpleNamespace(step=step, space=space, ranks=Ranks(), reduction_error=0.0)

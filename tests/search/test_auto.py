@@ -15,18 +15,16 @@ from gradloc.search.task import Span
 from tests.search import spike_of, task_of, trained
 from tests.toy_model import Loss, ToyStep, build, random_batch
 from tests.toy_model.events import event_of
-from tests.toy_model.scenarios import scatter, useless_shares
+from tests.toy_model.scenarios import useless_shares
 
 M, THRESHOLD = 4, 4.0
 PLANTS = {(row, 1 + row % 2): 1e3 for row in range(8)}
 PLANTED = {(3, 2): 1e4, (9, 1): 1e4}
 
 
-def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, noise=None, clip=1.0, **limits):
+def searched(plants=PLANTS, batch=None, parts=None, dtype=torch.float32, clip=1.0, **limits):
     batch = (batch or random_batch(build("tiny"))).planted(plants)
     step, space = trained(batch, dtype)
-    if noise:
-        scatter(step, *noise)
     norm = space.norm()
     increments = parts and [part * norm for part in parts]
     space.scale(clip)

@@ -281,16 +281,15 @@ def test_ctrl_c_inside_of_a_search_leaves_the_gradient_whole(at, tmp_path, monke
 # ---- models that are called in another way
 
 
-def run_small(tmp_path, model, loss_of, optimizer=None, steps=3):
-    """Train a small model under a watch, and return the watch. ``loss_of`` is called with the step's number, from 1."""
+def run_small(tmp_path, model, loss_of):
+    """Train a small model for three steps under a watch. ``loss_of`` is called with the step's number, from 1."""
     torch.manual_seed(3)
-    watch = gradloc.Watch(model, optimizer, tmp_path, **TAU)
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
-    for number in range(1, steps + 1):
+    gradloc.Watch(model, None, tmp_path, **TAU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for number in (1, 2, 3):
         optimizer.zero_grad()
         loss_of(number).backward()
         optimizer.step()
-    return watch
 
 
 def small():
