@@ -130,33 +130,29 @@ def document_of(numbers: dict[str, float | None]) -> Document:
 
 def document_words(culprit: Culprit) -> str:
     """Describe the document where it explains its cause; empty where it does not."""
-    numbers = culprit.cause.numbers
+    label, numbers = culprit.cause.label, culprit.cause.numbers
     if "document_rows" not in numbers:
         return ""
     document = document_of(numbers)
-    if culprit.cause.label == "duplicate_document":
-        copies = plural(int(document.copies), "other row")
-        return f"{copies} of the batch's {document.rows:.0f} {'is' if document.copies == 1 else 'are'} the same."
-    if culprit.cause.label == "non_finite_input":
-        return (
-            f"{plural(int(document.broken), 'value')} in it {'is' if document.broken == 1 else 'are'} NaN or infinite."
-        )
-    if culprit.cause.label == "padding_trained":
+    if label == "duplicate_document":
+        copies, are = plural(int(document.copies), "other row"), "is" if document.copies == 1 else "are"
+        return f"{copies} of the batch's {document.rows:.0f} {are} the same."
+    if label == "non_finite_input":
+        values, are = plural(int(document.broken), "value"), "is" if document.broken == 1 else "are"
+        return f"{values} in it {are} NaN or infinite."
+    if label == "padding_trained":
         return f"The row ends in {document.padding:.0f} equal tokens that the mask has in the loss."
-    if culprit.cause.label == "shifted_labels" and document.log_prob_shifted is not None:
-        return (
-            f"Its tokens have a mean log-prob of {document.log_prob or 0.0:.3g}; moved by one they have "
-            f"{document.log_prob_shifted:.3g}."
-        )
-    said = []
-    probability = numbers.get("probability")
-    if culprit.cause.label == "unexpected_token" and probability is not None:
+    if label == "shifted_labels" and document.log_prob_shifted is not None:
+        moved = f"moved by one they have {document.log_prob_shifted:.3g}"
+        return f"Its tokens have a mean log-prob of {document.log_prob or 0.0:.3g}; {moved}."
+    said, probability = [], numbers.get("probability")
+    if label == "unexpected_token" and probability is not None:
         behind = f", behind {document.rank:,.0f} others" if document.rank is not None else ""
         said.append(f"The model gives the token a probability of {probability:.2g}{behind}.")
-    if culprit.cause.label == "odd_document" and document.log_prob is not None:
+    if label == "odd_document" and document.log_prob is not None:
         usual = f" (others: {document.log_prob_of_batch:.3g})" if document.log_prob_of_batch is not None else ""
         said.append(f"Its mean log-prob is {document.log_prob:.3g}{usual}.")
     odd = oddities(document)
-    if odd and culprit.cause.label in ("odd_document", "unexpected_token"):
+    if odd and label in ("odd_document", "unexpected_token"):
         said.append(f"{capitalized('; '.join(odd))}.")
     return " ".join(said)

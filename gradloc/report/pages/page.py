@@ -126,11 +126,9 @@ def _analyses(run: RunFolder) -> tuple[list[tuple[str, list[tuple[str, str]]]], 
     from ..figures import buckets  # matplotlib takes a second to import, and few runs need it
     from ..figures.style import to_svg
 
-    drawn = []
+    drawn, kinds = [], buckets.FIGURES.items()
     for analysis in list(reversed(analyses.values()))[:ANALYSES]:
-        figures = []
-        for name, (title, draw) in buckets.FIGURES.items():
-            figures.append((title, to_svg(draw(analysis), f"b{analysis.step}-{name}", title)))
+        figures = [(title, to_svg(draw(analysis), f"b{analysis.step}-{name}", title)) for name, (title, draw) in kinds]
         rows = analysis.get("all", "sample_count")
         drawn.append((f"Step {analysis.step}: {len(analysis.buckets)} buckets of {rows:.0f} rows", figures))
     return drawn, len(analyses) - len(drawn)

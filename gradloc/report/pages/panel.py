@@ -57,21 +57,18 @@ def _with_trusted_shares(event: Event, sequence: Sequence) -> Sequence:
     if "share" not in sequence.columns:
         return sequence
     summed = {name for name, column in COLUMNS.items() if column.is_summed}
-    columns = {name: values for name, values in sequence.columns.items() if name not in summed}
+    shares = {name: values for name, values in sequence.columns.items() if name in summed}
+    others = {name: values for name, values in sequence.columns.items() if name not in summed}
     if event.shares is not None and not event.shares.is_trusted:
-        return replace(sequence, columns=columns)
-    shares = list(sequence.columns["share"])
-    errors = list(sequence.columns.get("share_error", [0.0] * len(shares)))
-    for culprit in tokens.by_sequence(event.culprits).get(tokens.place(sequence), ()):
-        if len(culprit.positions) != 1 or culprit.share is None:
-            continue
-        (position,) = culprit.positions
-        if position < min(len(shares), len(errors)):
-            shares[position], errors[position] = culprit.share, culprit.share_error or 0.0
-    trusted = {"share": tuple(shares)}
-    if "share_error" in sequence.columns:
-        trusted["share_error"] = tuple(errors)
-    return replace(sequence, columns=trusted | columns)
+        return replace(sequence, columns=others)
+    measured = {
+        culprit.positions[0]: {"share": culprit.share, "share_error": culprit.share_error or 0.0}
+        for culprit in tokens.by_sequence(event.culprits).get(tokens.place(sequence), ())
+        if len(culprit.positions) == 1 and culprit.share is not None
+    }
+    for name, values in shares.items():
+        shares[name] = tuple(measured[at][name] if at in measured else value for at, value in enumerate(values))
+    return replace(sequence, columns=shares | others)
 
 
 def _siblings(event: Event, sequences: list[Sequence]) -> list[tuple[str, Table]]:
