@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..record import BatchStatistics, Cause, Culprit, Run
 from .advice import ACTIONS, actions_of, is_trl, read_table
@@ -155,33 +155,24 @@ def classify(
 # ---- against what is typical in the batch
 
 
-class _Signal(NamedTuple):
-    """The training signal of a token: the columns of the model's output and of what the loss pulls it to."""
-
-    output: str
-    target: str
-    factor: str
-    typical: float | None
-    is_distance: bool = False
-    """Whether the factor is the distance from the output to the target, and not the target itself."""
-
-    @classmethod
-    def from_culprit(cls, culprit: Culprit, batch: BatchStatistics) -> "_Signal":
-        if culprit.at("value") is not None:
-            return cls("value", "value_target", "error", batch.value_error, is_distance=True)
-        if culprit.at("teacher_log_prob") is not None:
-            return cls("log_prob", "teacher_log_prob", "gap", batch.teacher_gap, is_distance=True)
-        if batch.loss_weight is not None:
-            return cls("log_prob", "loss_weight", "loss_weight", batch.loss_weight)
-        return cls("log_prob", "advantage", "advantage", batch.advantage)
+def _signal(culprit: Culprit, batch: BatchStatistics) -> tuple[str, str, str, float | None]:
+    """Return a token's training signal: the columns of the model's output and of what the loss pulls it to, the name of
+    the factor that they make, and the factor's typical size."""
+    if culprit.at("value") is not None:
+        return "value", "value_target", "error", batch.value_error
+    if culprit.at("teacher_log_prob") is not None:
+        return "log_prob", "teacher_log_prob", "gap", batch.teacher_gap
+    if batch.loss_weight is not None:
+        return "log_prob", "loss_weight", "loss_weight", batch.loss_weight
+    return "log_prob", "advantage", "advantage", batch.advantage
 
 
 def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
     """Return the cause whose factor of the token's gradient is furthest above what is typical."""
-    signal = _Signal.from_culprit(culprit, batch)
+    output_name, target_name, factor, typical = _signal(culprit, batch)
     coefficient, norm = culprit.at("coefficient"), culprit.grad_norm
-    output, target = culprit.at(signal.output), culprit.at(signal.target)
-    numbers: dict[str, float | None] = {signal.output: output, signal.target: target, "coefficient": coefficient}
+    output, target = culprit.at(output_name), culprit.at(target_name)
+    numbers: dict[str, float | None] = {output_name: output, target_name: target, "coefficient": coefficient}
     for label, values in (
         ("non_finite_forward", [output]),
         ("non_finite", [coefficient, target]),
@@ -191,9 +182,11 @@ def _by_factors(culprit: Culprit, batch: BatchStatistics) -> Cause:
             return Cause(label, numbers)
     is_one_token = culprit.span == "token" or len(culprit.positions) == 1
     jacobian = norm / abs(coefficient) if is_one_token and norm is not None and coefficient else None
-    distance = None if output is None or target is None else target - output
-    excess = {signal.factor: _over(distance if signal.is_distance else target, signal.typical)}
-    if signal.output == "value":  # a critic's
+    size = target
+    if factor in ("error", "gap"):  # the distance from the output to the target
+        size = None if output is None or target is None else target - output
+    excess = {factor: _over(size, typical)}
+    if factor == "error":  # a critic's
         excess["jacobian"] = _over(jacobian, batch.jacobian)
         numbers |= _over_typical(excess)
         return Cause(_label_by_factor(culprit, batch, excess, numbers), numbers)
