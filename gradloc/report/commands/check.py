@@ -315,9 +315,8 @@ def _costs(args: argparse.Namespace, plan: Plan | str, settings: Any) -> list[tu
             if memory.plan_for(args.card * 2**30) is None:
                 return said  # and there is no search to stall
         except _WRONG_KINDS as error:
-            said.append(
-                ("memory", f"not known: a size in the model's config.json is missing, 0 or no number ({error})")
-            )
+            why = f"a size in the model's config.json is missing, 0 or no number ({error})"
+            said.append(("memory", f"not known: {why}"))
     seconds, about = args.seconds, ""
     if seconds is None and not isinstance(model, str) and said[-1][0] != "memory":
         seconds = _update_seconds(model, plan)

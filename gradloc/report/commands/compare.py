@@ -58,12 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _tables(comparison: Comparison) -> list[tuple[str, list[list[str]]]]:
     """Return each table's first column head and its rows."""
-    tables = [
-        ("", comparison.rows),
-        (f"spike at {comparison.unit}", comparison.steps),
-        ("setting", comparison.settings),
-    ]
-    return [(head, rows) for head, rows in tables if rows]
+    spike = f"spike at {comparison.unit}"
+    tables = {"": comparison.rows, spike: comparison.steps, "setting": comparison.settings}
+    return [(head, rows) for head, rows in tables.items() if rows]
 
 
 def _print(comparison: Comparison) -> None:

@@ -129,9 +129,8 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     if not health.is_too_short:
         console.print(_strip(health))
     _print_findings(console, health, folder)
-    if spikes := {row.step for row in folder.events.rows} & {
-        verdict.step for verdict in health.verdicts if verdict.reasons
-    }:
+    unwell = {verdict.step for verdict in health.verdicts if verdict.reasons}
+    if spikes := unwell & {row.step for row in folder.events.rows}:
         where = f"gradloc {shlex.quote(str(folder.path))}"
         console.print(f"Which tokens did it at step {ranges(sorted(spikes))}, and why: {where}", soft_wrap=True)
     if health.silent:
@@ -183,6 +182,6 @@ def _strip(health: RunHealth) -> Text:
         text.append("\n")
     meant = {"healthy": "within every rule"}  # which need not be healthy: rules learn a new level
     legend = ", ".join(f"{mark} {meant.get(state, state)}" for state, (mark, _) in MARKS.items())
-    return text.append(
-        legend + in_unit(f"; {steps_per_mark} steps to a mark" if steps_per_mark > 1 else "", health.unit), style="dim"
-    )
+    if steps_per_mark > 1:
+        legend += in_unit(f"; {steps_per_mark} steps to a mark", health.unit)
+    return text.append(legend, style="dim")

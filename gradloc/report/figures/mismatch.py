@@ -17,16 +17,10 @@ def figures_of(columns: Columns) -> list[tuple[str, Figure]]:
     known = np.flatnonzero(np.isfinite(columns.difference))
     some = known[:: max(1, len(known) // DOTS)]
     trainer, rollout, difference = columns.trainer, columns.rollout, columns.difference
-    made: list[tuple[str, Figure]] = []
-    for title in (
-        "One column against the other",
-        "Trainer minus rollout, by position in the row",
-        "Trainer minus rollout, by log-prob",
-    ):
-        figure = Figure(figsize=(4.4, 3.4), layout="constrained")
-        figure.subplots()
-        made.append((title, figure))
-    both, by_position, by_log_prob = (figure.axes[0] for _, figure in made)
+    minus = "Trainer minus rollout, by"
+    titles = ("One column against the other", f"{minus} position in the row", f"{minus} log-prob")
+    made = [(title, Figure(figsize=(4.4, 3.4), layout="constrained")) for title in titles]
+    both, by_position, by_log_prob = (figure.subplots() for _, figure in made)
     both.scatter(rollout[some], trainer[some], s=4, color=LIGHT.calm, alpha=0.5, linewidths=0)
     low = float(np.quantile(np.concatenate([trainer[some], rollout[some]]), 0.01))
     both.plot([low, 0], [low, 0], color=LIGHT.muted, linewidth=0.8)
