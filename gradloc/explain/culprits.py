@@ -37,23 +37,19 @@ def carried(event: Event, culprits: Sequence[Culprit]) -> str | None:
 
 
 def shares_sentence(event: Event) -> str:
-    """Say what the measured shares add up to; empty where they were not measured."""
+    """Say what the measured shares add up to, and what of them is at tokens where engine and trainer differ; empty
+    where they were not measured."""
     if event.shares is None:
         return ""
     total = with_error(event.shares.closure, event.shares.closure_error)
-    if event.shares.is_trusted:
-        return " ".join(filter(None, (f"The measured shares add up to {total}.", mismatch_sentence(event))))
-    instead = "Norms are used instead; a share that is still shown was measured by its own backward"
-    return f"The tokens' shares do not add up: their sum is {total}, not 1. {instead}."
-
-
-def mismatch_sentence(event: Event) -> str:
-    """Say what share of the spike is at tokens where engine and trainer differ; empty where none is known."""
-    found = event.mismatch
+    if not event.shares.is_trusted:
+        instead = "Norms are used instead; a share that is still shown was measured by its own backward"
+        return f"The tokens' shares do not add up: their sum is {total}, not 1. {instead}."
+    said, found = f"The measured shares add up to {total}.", event.mismatch
     if found is None or not found.token_share:
-        return ""
+        return said
     shares = f"{percent(found.spike_share, 3)} of the spike, and are {percent(found.token_share, 2)} of the batch"
-    return f"Tokens at which rollout engine and trainer differ by more than noise carry {shares}."
+    return f"{said} Tokens at which rollout engine and trainer differ by more than noise carry {shares}."
 
 
 def engine_words(culprit: Culprit) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...explain import story
 from ...explain.advice import LOOP, replay_line
 from ...explain.aftermath import impact_of
 from ...explain.causes import CauseInfo, cause_info
@@ -15,20 +16,6 @@ from ...explain.culprits import carried, shares_sentence
 from ...explain.cures import failed_cures
 from ...explain.faults import LINKS, fault_sentences, step_before
 from ...explain.numbers import bounded, number, percent, with_error
-from ...explain.story import (
-    ACTIONS,
-    CERTIFICATES,
-    figures,
-    headline,
-    lede,
-    named,
-    odd_number,
-    pronoun,
-    quote_of,
-    shown_verdict,
-    step_cause,
-    what_followed,
-)
 from ...explain.text import numbered, one_line, plural, span, spoken
 from ...record import Culprit, Event, PartShare, PathEntry, Search
 from ...record.bundle import Sequence as TokenSequence
@@ -133,8 +120,9 @@ class EventDocument(NamedTuple):
 def document(event: Event, run: RunFolder) -> EventDocument:
     """Make an event's document from its record and its run's folder."""
     root, shown = run.events_root or run.path, event.by_size[:_MAX_IN_TABLE]
+    hurt, followed = impact_of(event, run.metrics.known), story.what_followed(event, _clip(read_actor(root, event)))
     sections = [
-        _aftermath(event, run, what_followed(event, _clip(read_actor(root, event)))),
+        Section("hurt", f"Did it hurt? {hurt.answer.capitalize()}", [hurt.why, *followed]),
         _what_to_do(event, run),
         Section("context", "Which run", [Facts([(name, value, "") for name, value in context(event, run)])]),
         _culprits(event, shown),
@@ -142,8 +130,8 @@ def document(event: Event, run: RunFolder) -> EventDocument:
         _where(event),
         _proof(event, run, root),
     ]
-    filled, verdict = [section for section in sections if section.blocks], spoken(shown_verdict(event))
-    says = headline(event), lede(event), quote_of(event), named(event), figures(event)
+    filled, verdict = [section for section in sections if section.blocks], spoken(story.shown_verdict(event))
+    says = story.headline(event), story.lede(event), story.quote_of(event), story.named(event), story.figures(event)
     return EventDocument(event, _title(event), verdict, *says, filled)
 
 
@@ -166,11 +154,6 @@ def _clip(actor: Mapping[str, Any]) -> float | None:
 
 
 # ---- the first screen
-
-
-def _aftermath(event: Event, run: RunFolder, followed: list[str]) -> Section:
-    hurt = impact_of(event, run.metrics.known)
-    return Section("hurt", f"Did it hurt? {hurt.answer.capitalize()}", [hurt.why, *followed])
 
 
 def _what_to_do(event: Event, run: RunFolder) -> Section:
@@ -293,7 +276,7 @@ def _why(event: Event, shown: Sequence[Culprit]) -> Section:
 
 def _why_step(event: Event) -> list[Block]:
     """Return the facts of a cause that is not a token; none without such a cause."""
-    cause = step_cause(event)
+    cause = story.step_cause(event)
     if cause is None:
         return []
     meaning = cause_info(cause.label)
@@ -328,7 +311,7 @@ def _numbers(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]]
     known = {name: (label, number(value), "") for name, (label, value) in facts.items() if value is not None}
     if culprit.versions is not None:
         known["versions"] = ("sampled by the weights of", numbered("step", *culprit.versions), "")
-    meaning, odd = cause_info(culprit.cause.label), odd_number(culprit)
+    meaning, odd = cause_info(culprit.cause.label), story.odd_number(culprit)
     about, remark = meaning.column, odd or "the odd one"
     if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
         about, remark = f"{meaning.factor}_over_typical", "times typical"
@@ -389,25 +372,24 @@ def cost(search: Search) -> str:
 
 
 def _proof(event: Event, run: RunFolder, root: Any) -> Section:
-    certificate, action, verdict = event.certificate, event.action, shown_verdict(event)
+    certificate, action, verdict = event.certificate, event.action, story.shown_verdict(event)
     doubt = f" ({certificate.reason})" if certificate.reason and verdict not in ("explained", "not_the_data") else ""
     norm = number(event.trigger.grad_norm if event.trigger.grad_norm is not None else certificate.norm_before, 3)
     norms = f"Norm {norm} with all"
     if event.culprits:
         without = "".join(bounded(certificate.norm_after, certificate.error_bound, 3))
-        norms = f"Norm {norm} with {pronoun(event)}, {without} without"
+        norms = f"Norm {norm} with {story.pronoun(event)}, {without} without"
     norms += f", threshold {number(certificate.threshold, 3)}"
-    blocks: list[Block] = [f"Certificate: {CERTIFICATES.get(verdict, verdict)}{doubt}. {norms}."]
+    blocks: list[Block] = [f"Certificate: {story.CERTIFICATES.get(verdict, verdict)}{doubt}. {norms}."]
     if event.fault is not None and event.fault.at in LINKS:
         there = (place for place, row in enumerate(run.events.rows) if row.step == event.fault.step)
         before = step_before(event, [run.events[place] for place in there])
-        blocks.append(
-            " ".join([f"Which link broke: {LINKS[event.fault.at]}.", *fault_sentences(event), before]).strip()
-        )
+        link = f"Which link broke: {LINKS[event.fault.at]}."
+        blocks.append(" ".join([link, *fault_sentences(event), before]).strip())
     blocks += _replays(event)
     is_said = action.reason == "the step goes on as it is"  # older events give it as the reason to observe
     reason = f" ({action.reason})" if action.reason and not is_said else ""
-    blocks.append(f"Action: {ACTIONS.get(action.taken, action.taken)}{reason}.")
+    blocks.append(f"Action: {story.ACTIONS.get(action.taken, action.taken)}{reason}.")
     folder = bundle_folder(root, event)
     if folder is not None and (folder / "meta.json").is_file():
         replay = replay_line(shlex.quote(one_line(str(folder))))
