@@ -304,24 +304,24 @@ def _costs(args: argparse.Namespace, plan: Plan | str, settings: Any) -> list[tu
     said = [("on a spike", f"action {action}; threshold {threshold}; search {strategy}")]
     if isinstance(plan, str):
         return [*said, ("memory", f"not known, nor the stall: {plan}")]
-    model = _model(args.model or plan.model)
-    if isinstance(model, str):
-        said.append(("memory", f"not known: {model}"))
+    seconds, about, card = args.seconds, "", args.card * 2**30
+    try:
+        model = _model(args.model or plan.model)
+        trained = model.adapted(plan.adapters) if plan.adapters else 1.0
+        memory = forecast(model, replace(plan.layout, trained=trained), plan.load)
+        said += _memory(model, plan, memory, card)
+    except ValueError as error:
+        said.append(("memory", f"not known: {error}"))
+    except _WRONG_KINDS as error:
+        why = f"a size in the model's config.json is missing, 0 or no number ({error})"
+        said.append(("memory", f"not known: {why}"))
     else:
-        try:
-            trained = model.adapted(plan.adapters) if plan.adapters else 1.0
-            memory = forecast(model, replace(plan.layout, trained=trained), plan.load)
-            said += _memory(model, plan, memory, args.card * 2**30)
-            if memory.plan_for(args.card * 2**30) is None:
-                return said  # and there is no search to stall
-        except _WRONG_KINDS as error:
-            why = f"a size in the model's config.json is missing, 0 or no number ({error})"
-            said.append(("memory", f"not known: {why}"))
-    seconds, about = args.seconds, ""
-    if seconds is None and not isinstance(model, str) and said[-1][0] != "memory":
-        seconds = _update_seconds(model, plan)
-        speed = f"{PEAK / 1e12:.0f} TFLOP/s at {EFFICIENCY:.0%}"
-        about = f" (an update is assumed to take {seconds:,.0f} s, by {speed}; --seconds sets it)"
+        if memory.plan_for(card) is None:
+            return said  # and there is no search to stall
+        if seconds is None:
+            seconds = _update_seconds(model, plan)
+            speed = f"{PEAK / 1e12:.0f} TFLOP/s at {EFFICIENCY:.0%}"
+            about = f" (an update is assumed to take {seconds:,.0f} s, by {speed}; --seconds sets it)"
     return [*said, ("stall", _stall(plan, settings, seconds) + about)]
 
 
@@ -336,8 +336,8 @@ def _update_seconds(model: Model, plan: Plan) -> float:
     return tokens * each / (PEAK * EFFICIENCY)
 
 
-def _model(name: str) -> Model | str:
-    """Return the model's sizes, or why they are unknown."""
+def _model(name: str) -> Model:
+    """Return the model's sizes; raise ValueError with a sentence where they are not known."""
     given = name
     size = re.search(r"[-_](\d+(?:\.\d+)?B)\b", name, re.IGNORECASE)
     if size and not Path(name).expanduser().exists():
@@ -347,11 +347,12 @@ def _model(name: str) -> Model | str:
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        return f"give --model a model's folder, or one of {', '.join(MODELS)}{f' (found {given})' if given else ''}"
+        found = f" (found {given})" if given else ""
+        raise ValueError(f"give --model a model's folder, or one of {', '.join(MODELS)}{found}")
     try:
         return model_of(path.parent.name, read_json(path))
     except (ValueError, *_WRONG_KINDS) as error:
-        return f"{path}: {error}"
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _memory(model: Model, plan: Plan, memory: Forecast, card: float) -> list[tuple[str, str]]:
