@@ -150,17 +150,12 @@ def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
     sizes = [(len(column), getattr(column, "nbytes", len(column))) for column in table.values()]
     if not len(table["rollout"]) or any(num_rows > num_bytes for num_rows, num_bytes in sizes):
         raise ValueError("it has no row, or rows of nothing")
+    kinds = {name: None if name in ("group", "row") else float for name in table}
     if np.ndim(table["rollout"][0]) > 0:
-        return {
-            name: [np.ravel(np.asarray(row, None if name in ("group", "row") else float)) for row in rows]
-            for name, rows in table.items()
-        }
+        return {name: [np.ravel(np.asarray(row, kinds[name])) for row in rows] for name, rows in table.items()}
     names = np.asarray(table.get("row", np.zeros(len(table["rollout"]))))
     cuts = np.flatnonzero(names[1:] != names[:-1]) + 1
-    flat = {
-        name: np.asarray(values, None if name == "group" else float) for name, values in table.items() if name != "row"
-    }
-    return {name: np.split(values, cuts) for name, values in flat.items()}
+    return {name: np.split(np.asarray(values, kinds[name]), cuts) for name, values in table.items()}
 
 
 def _made(table: dict[str, list[NDArray]]) -> Columns:

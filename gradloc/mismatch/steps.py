@@ -59,12 +59,9 @@ class StepJudge:
         rollout, trainer = of("rollout_log_probs"), of("old_log_probs")
         if np.array_equal(rollout, trainer):  # the trainer takes the engine's
             return {}
-        known: dict[str, Any] = {}
-        if "responses" in tensors.keys():
-            known["ids"] = of("responses")
-        if labels.get("uid") is not None:
-            known["group"] = [labels["uid"][row] for row in rows]
-        verdict = judge(columns(rollout, trainer, of("response_mask"), **known))
+        ids = of("responses") if "responses" in tensors.keys() else None
+        group = None if labels.get("uid") is None else [labels["uid"][row] for row in rows]
+        verdict = judge(columns(rollout, trainer, of("response_mask"), ids=ids, group=group))
         line = {"step": step, "kind": verdict.name, **vars(verdict)}
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:

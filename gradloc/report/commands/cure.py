@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...explain.text import one_line, plural
-from ...record import Cured, Event
+from ...record import Event
 from .. import output
 from ..errors import ReportError
 from ..pages import terminal
@@ -81,12 +81,9 @@ def _print_advice(folder: RunFolder, why: str) -> None:
 
 def tally(events: Sequence[Event]) -> list[tuple[str, int, int]]:
     """Count per setting the events that it heals and those that it does not; the best first."""
-    by_line: dict[str, list[Cured]] = {}
+    verdicts: dict[str, Counter[str]] = {}
     for event in events:
         for cured in event.cures or ():
-            by_line.setdefault(cured.line, []).append(cured)
-    counted = [
-        (line, sum(c.verdict == "healed" for c in found), sum(c.verdict in ("not_healed", "no_change") for c in found))
-        for line, found in by_line.items()
-    ]
+            verdicts.setdefault(cured.line, Counter())[cured.verdict] += 1
+    counted = [(line, of["healed"], of["not_healed"] + of["no_change"]) for line, of in verdicts.items()]
     return sorted(counted, key=lambda each: (-each[1], each[2], each[0]))
