@@ -29,7 +29,8 @@ from ..figures import drawings
 from ..figures.palette import DARK, LIGHT, variables
 from ..runs import tokens
 from ..runs.buckets import read_analyses
-from ..runs.diagnosis import Diagnosis, aftermath
+from ..runs.diagnosis import Diagnosis
+from ..runs.effects import aftermath
 from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder

@@ -1,51 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnose a run by its log alone: what exploded, what that did to the run, and what to do now.
-
-A checkpoint to resume from is named only if it is certainly the run's own.
-"""
+"""Diagnose a run by its log alone: what exploded, what that did to the run, and what to do now."""
 
 import math
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
 from statistics import median
-from typing import NamedTuple
 
-from ...explain.advice import is_trl, sampling_cut
-from ...explain.aftermath import Aftermath
+from ...explain.advice import sampling_cut
 from ...explain.numbers import number
-from ...explain.text import capitalized, in_unit, listed, plural
+from ...explain.text import in_unit, listed, plural
 from ...health import HealthConfig
 from ...health.rules import SCORES
 from ..logs.names import is_norm, is_training_loss
-from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
-from .checkpoints import checkpoints
+from .effects import begin_of, effects_of, fall_meanwhile, loss_at
 from .health import LOSSES, TOO_SHORT, ranges
+from .resuming import advise, count_again, is_left_behind, is_overwritten, resume_before
 from .signals import (
     ADVERSARIAL,
     BLOWN,
-    EARLIER,
     EFFECTS,
     LOSS,
     Sign,
-    begins,
     course,
     findings,
-    from_start,
-    interval,
     is_adversarial,
     loss_of,
     lost_loss,
     minor_skips,
-    onset,
     past_its_best,
     sound_loss,
-    trainer_class,
 )
 from .spikes import (
     EARLY,
@@ -60,18 +48,8 @@ from .spikes import (
     missing_norm,
 )
 
-_LEVEL = 5
-"""Values whose median is a metric's level before an explosion, or after it."""
 _MIN_NORMS = 8
 """A run with fewer norms is not judged."""
-_WITHIN = 30
-"""Values after an explosion among which its effects are looked for."""
-_DECIDING = {"reward", "loss"}
-"""The metrics that decide whether an explosion did harm."""
-_MAX_CURVES = 3
-"""Small curves around an explosion, at most."""
-_NEAR = 20
-"""Values before an explosion that show how much a metric scatters. A curve has as many on either side."""
 
 
 @dataclass
@@ -247,7 +225,7 @@ def _worst_first(run: LoggedRun, judged: Sequence[Sequence[Judged]]) -> list[Exp
     pairs = zip(run.segments, judged, strict=True)
     found = [explosion for segment, steps in pairs for explosion in explosions_of(segment, steps)]
     found = [
-        replace(each, is_start=False, kind="back") if each.is_start and _effects(each)[1] else each for each in found
+        replace(each, is_start=False, kind="back") if each.is_start and effects_of(each)[1] else each for each in found
     ]
     last, usual = run.segments[-1], median(run.metrics.norms or [1.0]) or 1.0
 
@@ -266,8 +244,8 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     if worst.is_start:
         made.sentences.append("Norms are often high in a run's first steps and fall by themselves.")
     sound = sound_loss(surviving(worst.segment), worst.lost[0]) if worst.lost else ""
-    since = _begin_of(worst, made.explosions)
-    effects, is_hurt = _effects(worst, since)
+    since = begin_of(worst, made.explosions)
+    effects, is_hurt = effects_of(worst, since)
     if since < worst.first and not worst.is_start:
         made.sentences.append(f"The spikes that lead to it begin at step {since}.")
     if sound:
@@ -277,56 +255,29 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     is_followed = worst.kind == "end" and worst.peak is not worst.steps[-1]
     if is_hurt and (worst.kind in ("back", "level") or is_followed):
         made.explosions[0] = worst = replace(worst, kind="collapse")
-    if worst.kind == "level" and is_hurt is False and (learned := _learned(worst)):
+    if worst.kind == "level" and is_hurt is False and (fell := fall_meanwhile(worst)):
         made.explosions[0] = worst = replace(worst, kind="learning")
-        effects = learned
+        effects = fell
     made.kind = worst.kind
     also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
     if worst.kind in ("back", *HARMLESS):  # a jump of the loss elsewhere is another finding
         near = range(worst.first, worst.steps[-1].step + 2)
         also += [sign.sentence for sign in signs if sign.kind == "loss" and sign.first not in near]
     is_short = worst.kind == "back" or len(worst.steps) == 1
-    made.sentences += _loss_at(worst) if is_short and not worst.lost else []
+    made.sentences += loss_at(worst) if is_short and not worst.lost else []
     made.sentences += also if worst.lost and is_hurt is None and also else [effects, *also]
     losses = run.metrics.logged(run.metrics.first(LOSSES)) if worst.lost else []
     after = [value for step, value in losses if step >= worst.lost[0]]
     if is_hurt is None and after and not any(map(math.isfinite, after)):
         is_hurt = True
-    made.is_left_behind = _is_left_behind(run, made.explosions)
-    if _is_overwritten(run, worst) and _count_again(made.explosions) < 2:
+    made.is_left_behind = is_left_behind(run, made.explosions)
+    if is_overwritten(run, worst) and count_again(made.explosions) < 2:
         made.sentences.append(
             f"The run was later resumed from before step {worst.peak.step}, so a plot may show the later values only."
         )
     made.sentences += _others(made.explosions)
-    advice, made.command = _advise_resume(run, made.explosions, is_hurt, bool(sound))
+    advice, made.command = advise(run, made.explosions, is_hurt, bool(sound))
     made.sentences.append(f"{_on_tokens(run, worst.peak.step, 'GradLoc on' in advice)} {advice}")
-
-
-def _learned(worst: Explosion) -> str:
-    """Say how far the loss fell since an explosion began; empty where it fell by less than a tenth, or rose first."""
-    name, losses = loss_of(surviving(worst.segment))
-    if _change(losses, worst.first, None, LOSS.rise):
-        return ""
-    before, after = (
-        [loss for step, loss in losses if (step < worst.first) == is_before and math.isfinite(loss)][-_LEVEL:]
-        for is_before in (True, False)
-    )
-    if not len(before) == len(after) == _LEVEL or not 0 < median(after) < 0.9 * median(before):
-        return ""
-    return (
-        f"{capitalized(name)} fell meanwhile, from {number(median(before), 3)} to {number(median(after), 3)} (medians)."
-    )
-
-
-def _loss_at(worst: Explosion) -> list[str]:
-    """Name the highest loss of an explosion's own steps, if it is far above the ones before them."""
-    name, logged = loss_of(surviving(worst.segment))
-    before = [value for at, value in logged if at < worst.first and math.isfinite(value)][-_LEVEL:]
-    own = [(value, at) for at, value in logged if worst.first <= at <= worst.steps[-1].step]
-    loss, step = max(own, default=(0.0, 0))
-    if len(before) < _LEVEL or not loss > 1.5 * max(before) > 0:
-        return []
-    return [f"{name} is {number(loss, 3)} at step {step}, and was {number(median(before), 3)} before it."]
 
 
 def _on_tokens(run: LoggedRun, step: int, is_on_advised: bool) -> str:
@@ -352,7 +303,7 @@ def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
     made.sentences += [finding.sentence for finding in others]
     if not first.advice and first.before is not None:
         before = min(finding.before for finding in found if finding.before is not None)
-        sentence, made.command = _resume(made.run, before, "")
+        sentence, made.command = resume_before(made.run, before, "")
         made.sentences.append(sentence)
     else:
         made.sentences.append(first.advice or "A log cannot show why; turn GradLoc on for the next run.")
@@ -453,159 +404,11 @@ def _overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
     return made
 
 
-def _begin_of(worst: Explosion, explosions: Sequence[Explosion]) -> int:
-    """Return where the explosions begin that lead to this one, without a pause or with a loss that stays higher: its
-    effects are measured from there.
-
-    One that did no harm leads to nothing.
-    """
-    first, pause = worst.first, _NEAR * interval(surviving(worst.segment))
-    losses = loss_of(surviving(worst.segment))[1]
-    for each in sorted(explosions, key=lambda explosion: -explosion.first):
-        if each.segment is not worst.segment or each.first >= first:
-            continue
-        last = each.steps[-1].step
-        before = [loss for step, loss in losses if step < each.first][-_NEAR:]
-        since = [loss for step, loss in losses if last < step < first]
-        stays = len(since) >= _LEVEL <= len(before) and median(since) > 1.5 * median(before) > 0
-        if (first <= last + pause or stays) and _effects(each)[1] is not False:
-            first = each.first
-    return first
-
-
-def _effects(worst: Explosion, since: int | None = None) -> tuple[str, bool | None]:
-    """Describe an explosion's effects, and return whether they hurt; None where that is not known.
-
-    ``since`` is the step before which metrics are as usual; its own first one if None.
-    """
-    metrics, since = surviving(worst.segment), worst.first if since is None else since
-    if worst.steps[-1].step == metrics.steps[-1] and worst.first == metrics.steps[-1]:
-        name, logged = loss_of(metrics)
-        before = [value for step, value in logged if step < worst.first and math.isfinite(value)][-_LEVEL:]
-        if before and logged[-1][0] == worst.first:
-            loss = logged[-1][1]
-            if loss > 1.3 * max(before) > 0 or not math.isfinite(loss):
-                was = number(median(before), 3)
-                return f"{capitalized(name)} is {number(loss)} at that step, and was {was} before.", True
-        return f"What this did to the {_deciding(metrics)} is not in the log.", None
-    changes: list[str] = []
-    steady: list[str] = []
-    lasting: set[str] = set()
-    is_growth = worst.kind == "growth"  # the steps of a growth show their own effects
-    within, last = (None, worst.first) if is_growth else (_WITHIN, worst.steps[-1].step)
-    for effect in EFFECTS:
-        known, title = metrics.known(metrics.first(effect.names)), effect.title
-        if effect is LOSS and not loss_of(metrics)[1]:
-            continue  # where there is a reward, the loss says nothing
-        change = _change(known, since, effect.fall, effect.rise, within)
-        if change:
-            changes.append(f"{title} {change.sentence}")
-            if not change.is_back:
-                lasting.add(title)
-            elif title in _DECIDING:
-                steady.append(title)
-        elif sum(step > last for step, _ in known) >= _LEVEL and title in ("reward", "entropy", "loss"):
-            steady.append(title)
-    hurt = True if _DECIDING & lasting else None
-    if not lasting and _DECIDING & {*steady}:
-        hurt = False
-    if changes:
-        effects = "; ".join(changes)
-    elif steady:
-        start = metrics.steps.index(worst.first)
-        end = None if within is None else start + within + 1
-        num_steps = metrics.steps[start:end][-1] - worst.first
-        when = "of this growth" if is_growth else "after it"
-        effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
-    else:
-        effects = "what this did is not known, as the log has no reward, entropy or loss"
-        if any(metrics.first(effect.names) for effect in EFFECTS):
-            effects = f"too few steps follow in the log to see what this did to the {_deciding(metrics)}"
-    return f"{capitalized(effects)}.", hurt
-
-
-def aftermath(worst: Explosion) -> list[Aftermath]:
-    """Return metrics around an explosion for small curves: reward and entropy, then those that changed, then others."""
-    metrics, made = surviving(worst.segment), []
-    last = worst.steps[-1].step
-    for title, names, fall, rise, _ in EFFECTS:
-        known = metrics.known(metrics.first(names))
-        before = [point for point in known if point[0] < worst.first][-_NEAR:]
-        near = before + [point for point in known if worst.first <= point[0] <= last]
-        after = [point for point in known if point[0] > last][:_NEAR]
-        change = _change(known, worst.first, fall, rise)
-        if len(before) >= 3 and after and len({value for _, value in near + after}) > 1:
-            was, now = (median(value for _, value in part[-_LEVEL:]) for part in (before, after))
-            made.append(Aftermath(title, (*near, *after), was, now, change is not None and not change.is_back))
-    made.sort(key=lambda part: (part.title not in ("reward", "entropy"), not part.is_worse))
-    return made[:_MAX_CURVES]
-
-
-class _Change(NamedTuple):
-    """A metric's change after a step."""
-
-    sentence: str
-    is_back: bool
-    """Whether it came back."""
-
-
-def _change(
-    known: Sequence[tuple[int, float]], step: int, fall: float | None, rise: float | None, within: int | None = _WITHIN
-) -> _Change | None:
-    """Return a metric's change in the values after a step, ``within`` of them; None where it only scattered."""
-    before = [value for at, value in known if at <= step][-_NEAR:]
-    after = [(at, value) for at, value in known if at > step]
-    near = after[:within]
-    if not before or not near:
-        return None
-    usual = median(before)
-    lower, upper = sorted((usual, median(before[-_LEVEL:])))  # the last ones may be the beginning of the change
-    scatter = 4 * median(abs(value - usual) for value in before)
-    low, high = min(value for _, value in near), max(value for _, value in near)
-    lowest = -math.inf if fall is None or upper == 0 else upper - max(scatter, (1 - fall) * abs(upper))
-    highest = math.inf if rise is None or lower <= 0 else max(rise * lower, lower + scatter)
-    if low < lowest:
-        verb, reached, was = "fell", low, upper
-    elif high > highest:
-        verb, reached, was = "rose", high, lower
-    else:
-        return None
-    there, most = next((at, value) for at, value in near if abs(value - was) >= 0.9 * abs(reached - was))
-    mostly = ", most of it" if number(most, 2) != number(reached, 2) else ""
-    change = f"{verb} from {number(was, 2)} to {number(reached, 2)}{mostly} within {plural(there - step, 'step')}"
-    ends = [value for _, value in after[-_LEVEL:]]
-    last = ends[-2:] if len(after) > 3 else ends[-1:]
-    are_back = [value >= lowest if verb == "fell" else value <= highest for value in (median(ends), *last)]
-    is_back = len(after) > 2 * _LEVEL and are_back[0] and reached not in ends or len(after) > 1 and all(are_back[1:])
-    earlier = [value for at, value in known if at <= step][-4 * _WITHIN : -_NEAR]
-    as_far = sum(value <= reached if verb == "fell" else value >= reached for value in earlier)
-    if is_back and as_far > 1:
-        return None  # noise that came as far before
-    return _Change(f"{change} and came back to {number(median(ends), 2)}" if is_back else change, is_back)
-
-
-def _is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:
-    """Return whether the run was resumed from before it, and logged its step again."""
-    return any(explosion.peak.step in lost for segment, lost in run.overwritten if segment is explosion.segment)
-
-
-def _is_left_behind(run: LoggedRun, explosions: Sequence[Explosion]) -> bool:
-    """Return whether a resume from before the explosions got past the worst of them, the first, without another."""
-    worst = explosions[0]
-    is_past = all(each.segment is not run.segments[-1] for each in explosions)
-    return is_past and run.metrics.steps[-1] > worst.peak.step and _is_overwritten(run, worst)
-
-
-def _count_again(explosions: Sequence[Explosion]) -> int:
-    """Return in how many parts of the log the run came to the worst explosion, the first, at the same step."""
-    return len({id(each.segment) for each in explosions if each.first == explosions[0].first})
-
-
 def _others(explosions: Sequence[Explosion]) -> list[str]:
     """List the explosions besides the worst in sentences, without those that are its effect; empty without any."""
     worst, *others = explosions
     made = []
-    if (num_again := _count_again(explosions)) > 1:
+    if (num_again := count_again(explosions)) > 1:
         made.append(f"The run failed like this {num_again} times at step {worst.first}: a resume did not get past it.")
         others = [other for other in others if other.first != worst.first]
     is_broken = worst.kind in ("collapse", "level")  # what follows it is its effect
@@ -618,117 +421,3 @@ def _others(explosions: Sequence[Explosion]) -> list[str]:
     steps = ", ".join(peak if times == 1 else f"{peak}, {times} times" for peak, times in peaks.items())
     more = f" and {len(others) - 6} more" if len(others) > 6 else ""
     return [*made, f"{plural(len(others), 'other spike')}: step {steps}{more}."]
-
-
-def _advise_resume(
-    run: LoggedRun, explosions: Sequence[Explosion], is_hurt: bool | None, is_sound: bool
-) -> tuple[str, str]:
-    """Say whether and where to go back because of the worst explosion, the first, and return the options that do it."""
-    worst = explosions[0]
-    is_first = bool(worst.lost) and worst.first == run.segments[0].first
-    begin = begins(run) if is_first else "start"
-    earlier = " It began before this log." if is_first and begin == "late" else ""
-    if earlier and worst.kind in ("lost", "end") and not is_sound:
-        return EARLIER, ""
-    if is_sound and worst.kind == "lost":
-        return (
-            f"No need to go back: most likely these steps were skipped, as fp16's scaler does.{earlier} While each is "
-            "skipped nothing is learned: train in bf16 with the weights in fp32, or log each layer's norm to see which "
-            "is not finite."
-        ), ""
-    if is_sound and len(worst.lost) == len(worst.steps):
-        return (
-            "No need to go back: the step was skipped, as fp16's loss scaler skips it. Look again if many follow.",
-            "",
-        )
-    peak, on = worst.peak.step, turn_on(run)
-    end = ", with GradLoc on for the next spike:" if on else "."
-    if _is_left_behind(run, explosions):
-        return f"The resumed run got past step {peak}: continue{end}", on
-    if worst.kind in HARMLESS:
-        return f"No need to resume. Continue the run{end}", on
-    if is_hurt is False and worst.kind != "growth":
-        deciding = _deciding(run.metrics)
-        worse = "higher" if deciding == "loss" else "lower"
-        return f"No need to resume: the {deciding} is no {worse} than before the spike. Continue the run{end}", on
-    if is_first and begin != "late" and worst.kind in ("lost", "end"):
-        return (
-            f"{from_start('The norm', begin)} a restart with the same settings will fail as this one did. Look at the "
-            "precision, the learning rate, and the first batch's data and labels."
-        ), ""
-    is_certain = is_hurt or worst.kind == "lost" or (worst.kind == "growth" and is_hurt is None)
-    deciding = _deciding(run.metrics)
-    verb = "rises" if deciding == "loss" else "falls"
-    logged = [step for step, _ in surviving(worst.segment).logged(worst.segment.metrics.norm or "")]
-    losses = loss_of(surviving(worst.segment))[1]
-    first = onset(losses, _begin_of(worst, explosions)) if is_hurt else worst.first
-    last = max((step for step in logged if step < first), default=first - 1)
-    before = last + 1 if interval(run.metrics) > 1 else first
-    condition = "" if is_certain else f"If the {deciding} {verb}, "
-    if worst.segment is run.segments[-1] and worst.segment.before is not None and _count_again(explosions) > 1:
-        tried = min(each.segment.first for each in explosions if each.segment.before is not None)
-        sentence, command = _resume(run, tried - 1, "go further back: ")
-        change = f"skip the batches around step {worst.first}, lower the learning rate, or {sentence}"
-        return f"Change something before the next resume: {change}", command
-    sentence, command = _resume(run, before, condition)
-    return f"{earlier.strip()} {sentence}".strip(), command
-
-
-def _deciding(metrics: Metrics) -> str:
-    """Return the metric that decides whether a run is healthy: its reward, else its loss."""
-    is_of_rewards = any(name.startswith(("actor/", "critic/")) or "reward" in name for name in metrics.own_names)
-    return "loss" if loss_of(metrics)[1] or not is_of_rewards else "reward"
-
-
-ON = "+gradloc=observe"
-"""Switches GradLoc on in verl."""
-
-
-def turn_on(run: LoggedRun) -> str:
-    """Return the line that switches GradLoc on in the run's trainer; empty where there is none."""
-    if is_trl(run.trainer):
-        name = trainer_class(run.metrics)
-        return f'from gradloc.trl import {name}; {name}(..., gradloc="observe")'
-    return ON if run.trainer.startswith("verl") else ""
-
-
-def _resume(run: LoggedRun, before: int, condition: str) -> tuple[str, str]:
-    """Say where to resume from, and return the options or the code that do it, "" where there are none.
-
-    Args:
-        run: the run.
-        before: the first step that must not be in the checkpoint.
-        condition: the sentence's beginning; "" where it has none.
-    """
-    known = sorted(checkpoints(run))
-    earlier = [path for step, path in known if step < before]
-    if known and not earlier:
-        steps = ", ".join(str(step) for step, _ in known[:3]) + (", ..." if len(known) > 3 else "")
-        return (
-            f"{condition}{'no' if condition else 'No'} checkpoint here is from before step {before} (there is step "
-            f"{steps}): start anew, or look for an older one elsewhere."
-        ), ""
-    if not known and not run.saved and begins(run) == "start" and before - 1 <= run.segments[0].first:
-        return (
-            f"{condition}{'start' if condition else 'Start'} anew: no checkpoint is older than the log's first row. "
-            "Take a smaller learning rate or a longer warm-up, and look at the first batches and the precision."
-        ), ""
-    where = str(earlier[-1]) if earlier else ""
-    verb = f"{condition}resume" if condition else "Resume"
-    sentence = f"{verb} from your last checkpoint before step {before}{run.metrics.place(before)}"
-    seen = min((step for segment in run.segments for step in segment.metrics.steps if step >= before), default=before)
-    if seen > before:
-        unseen = f"step {before} is" if seen - before == 1 else f"steps {before} to {seen - 1} are"
-        sentence += f" ({unseen} not logged, and the fault may have begun there)"
-    saved = max((step for step in run.saved if step < before), default=None)
-    if run.unit not in ("step", "epoch"):
-        sentence += ". The log gives no steps, so look by the epoch" if run.metrics.place(before) else ""
-    elif not where and saved is not None:
-        where = run.saved[saved]
-        sentence += f" (the log says that step {saved:,} was saved)"
-    if is_trl(run.trainer):
-        return f"{sentence}:", f'trainer.train(resume_from_checkpoint="{where or "OUTPUT_DIR/checkpoint-N"}")'
-    if run.trainer.startswith("verl"):
-        path = shlex.quote(where) if where else "CHECKPOINTS/global_step_N"
-        return f"{sentence}:", f"trainer.resume_mode=resume_path trainer.resume_from_path={path} {ON}"
-    return f"{sentence}{f', {where}' if where else ''}.", ""

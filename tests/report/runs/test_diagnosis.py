@@ -8,7 +8,8 @@ import pytest
 
 from gradloc.report.pages.exports import to_markdown
 from gradloc.report.pages.page import render
-from gradloc.report.runs.diagnosis import aftermath, diagnose
+from gradloc.report.runs.diagnosis import diagnose
+from gradloc.report.runs.effects import aftermath
 from gradloc.report.runs.run import read_run
 from tests.report.builder import REPO
 from tests.report.logs.made import QUIET, console
