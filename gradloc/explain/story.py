@@ -304,7 +304,7 @@ def _what_was_taken_unchanged(event: Event, clip: float | None) -> str:
         return said
     healthy = consequence.healthy_norm if consequence else None
     kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
-    return f"{said} Clipping shrank the other tokens' gradient with it, to {percent(kept, 2)} of its size."
+    return f"{said} The same clipping shrank the other tokens' gradient to {percent(kept, 2)} of what it was."
 
 
 # ---- the verdict, a few sentences for a reader who has never seen an event

@@ -73,7 +73,7 @@ class AdaptiveThreshold:
         if warmup > window:
             raise ValueError(f"warmup must be at most window ({window}), found {warmup}.")
         if floor > cap:
-            raise ValueError(f"floor must be at most cap ({cap:g}), found {floor:g}.")
+            raise ValueError(f"floor must be at most cap ({cap:g}), found {floor:g}: set both where one is not set.")
         self._settings = (window, warmup, math.log(floor), math.log(cap))
         self._positions: list[_Position] = []
 

@@ -53,7 +53,7 @@ def test_a_run_of_verl_is_told_on_a_page(verl, shown):
     assert told["search 1"].endswith("everything stays on the device <- the first plan that fits")
     # an update of four optimizer steps, and one setting that is measured when time is up
     seconds = Limit(2, 4.0, 60 / 4).seconds * 5 / 4
-    assert told["stall"].startswith(f"at most {seconds:.0f} s in an update of 4 optimizer steps: 1 search,")
+    assert told["stall"].startswith(f"adds at most {seconds:.0f} s to an update of 4 optimizer steps: 1 search,")
     assert told["events"].startswith("/runs/x/gradloc on the driver: 100 events at most")
 
 
@@ -192,7 +192,7 @@ def test_a_script_of_overrides_is_read_without_verl_and_the_stall_is_in_seconds(
     (tmp_path / "run.sh").write_text(SCRIPT)
     said = lines(shown("check", tmp_path / "run.sh", columns=1000))
     assert said["on"] == f"{ACTOR}.gradloc.enable" and said["model"].startswith("7B: 7.6B weights on 32 GPUs")
-    assert " s in an update" in said["stall"] and said["not checked"].startswith("what verl itself refuses, since")
+    assert " s to an update" in said["stall"] and said["not checked"].startswith("what verl itself refuses, since")
     assert json.loads(shown("check", tmp_path / "run.sh", "--json"))["on"] == said["on"]
     shown("check", tmp_path / "run.sh", "+gradloc=obsrve", code=1)
     assert lines(shown("check", tmp_path / "run.sh", "+gradloc=off"))["on"].startswith("nothing")

@@ -390,11 +390,11 @@ def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
     searches = most if settings.action.mode in ("mask", "heal") else min(settings.trigger.max_events_per_step, most)
     # the first setting is measured even when time is up
     longest = limit.seconds * (1 + (settings.search.max_cures > 0) / settings.search.max_steps)
-    time = f"at most {longest * searches:,.0f} s" if math.isfinite(longest) else "not limited"
+    time = f"adds at most {longest * searches:,.0f} s" if math.isfinite(longest) else "adds no limited time"
     most = "of at most" if searches == 1 else "each of at most"
     steps, made = plural(plan.optimizer_steps, "optimizer step"), plural(searches, "search")
     return (
-        f"{time} in an update of {steps}: {made}, {most} {limit.most:,.0f} forwards of a micro-batch "
+        f"{time} to an update of {steps}: {made}, {most} {limit.most:,.0f} forwards of a micro-batch "
         f"(search.max_steps={settings.search.max_steps:g}), in which all ranks take part"
     )
 
@@ -402,8 +402,10 @@ def _stall(plan: Plan, settings: Any, seconds: float | None) -> str:
 def _written(settings: Any) -> list[tuple[str, str]]:
     """List where events go: disk, console, trackers, alerts."""
     evidence, notify = settings.evidence, settings.notify
-    kept = f"{settings.trigger.max_events} events at most; tokens' text: {evidence.text}; inputs for a replay: "
-    kept += f"{evidence.bundle}, up to {evidence.max_gb:g} GB each"
+    kept = (
+        f"{settings.trigger.max_events} events at most; tokens' text: {evidence.text}; inputs for an event's replay: "
+    )
+    kept += f"{evidence.bundle}, up to {evidence.max_gb:g} GB an event"
     weights = "" if evidence.checkpoint == "off" else ", and the weights before the step"
     receivers = ["the console and the run's trackers"]
     receivers += [name for name in ("command", "webhook") if getattr(notify, name)]

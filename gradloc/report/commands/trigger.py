@@ -137,9 +137,9 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics):
         console.print(line)
     early = [step for step in judged if step.is_early]
-    also = f"; {plural(len(early), 'step')} of the warm-up is marked for its size alone" if early else ""
+    also = f"; {plural(len(early), 'other step')} in its warm-up: marked for size alone" if early else ""
     share = percent(len(spikes) / len(judged))
-    say(f"{plural(len(spikes), 'step')} of {len(judged)} flagged ({share}){also}.")
+    say(f"The rule flagged {len(spikes)} of {plural(len(judged), 'step')} ({share}){also}.")
     own = dict(diagnosis.run.metrics.known(THRESHOLD))
     for step in spikes:
         at = own.get(step.step)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from ...record.files import NAME, parse_json
@@ -191,6 +192,8 @@ def _entries_of(document: dict, source: str) -> list[dict]:
         if is_flat and all(value.keys() == inner[0].keys() for value in inner):
             document = {name: list(values.values()) for name, values in document.items()}
     lists = {str(name): values for name, values in document.items() if isinstance(values, list)}
+    if "train" in lists and is_training_loss(Path(source).stem):  # loss_history.json
+        lists = {f"{name}_loss" if name in ("train", "val") else name: values for name, values in lists.items()}
     count = next((len(values) for name, values in lists.items() if is_norm(name) or is_training_loss(name)), 0)
     whole = {name: values for name, values in lists.items() if len(values) == count}
     if any(0.8 < len(values) / count < 1.25 and name not in whole for name, values in lists.items() if count):

@@ -97,6 +97,9 @@ class Guessed(Grammar):
             numbered = [([float(process), *free], values) for process, [(free, values)] in kept.items()]
             kept = {"": numbered}  # 47: loss=2.1 is no process' line
         for process, lines in kept.items():
+            named = Counter(name for _, row in lines for name in row if not _NO_STEP.search(name))
+            counts = [name for name, count in named.items() if count >= 0.9 * len(lines)]
+            lines = [line for line in lines if all(name in line[1] for name in counts)]  # without a title
             values = [values for _, values in lines]
             shared = [name for name in values[0] if all(name in row for row in values) and not _NO_STEP.search(name)]
             columns = [

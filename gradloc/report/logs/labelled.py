@@ -39,6 +39,7 @@ _YOLACT = re.compile(rf"\W*\[ *\d+\] +(\d{{1,12}}) \|\| .*\bT: ({NUMBER}) \|\| E
 """YOLACT's row: epoch, step, the losses by a letter, of which T is the total."""
 _ROUND = re.compile(r"\b(?:iteration|round)\W{0,3}(\d{1,9})\W{1,3}$", re.IGNORECASE)
 """What some call an epoch, before a step in it: ``iteration:3 step:100/1687``."""
+_ITERATION = re.compile(r"\biter(?:ation)?\s+(\d{1,12})\s+$", re.IGNORECASE)
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
     r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?(?:\s*\( *\d+%\))?[\]\s:,|\[(]+"
     r"(?:TRAIN\W+|progress )*(\d{1,12})\s*/\s*(\d{1,12})\b",
@@ -155,6 +156,8 @@ class Labelled(Grammar):
             epoch = EPOCH.search(line, 0, head.start()) or total and _ROUND.search(line, 0, head.start())
             if epoch:
                 values["epoch"] = float(epoch[1])
+            if head.re is HEADED_BY_STEP and (own := _ITERATION.search(line, 0, head.start())):
+                values.setdefault("iter", float(own[1]))  # of which a step has several
             if head.re is _LABEL:
                 values.setdefault("epoch", float(head[0].partition("|")[0]))
             if total and self._epoch is not None:

@@ -60,7 +60,7 @@ _SAVED = re.compile(
 """A checkpoint that was written, as verl, a Trainer and Megatron say it."""
 _WORDS = re.compile(
     r"[{•│]|orm|oss|grad|tep|iter|poch|batch|reward|cost|perplexity|nll|xent|entropy|\bkl\b|return|it/|:\[|^\d+ train "
-    r"|\|\| ETA|\|g|∇|‖",
+    r"|\|\| ETA|\|g|∇|‖|\btrl:",
     re.IGNORECASE,
 )
 """Matches where a grammar may want a line: a quick look before any is tried."""

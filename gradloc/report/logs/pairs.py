@@ -54,7 +54,7 @@ _INNER = re.compile(r"([\w./-]{1,80})['\"]?\s*[:=]\s*\{([^{}]{1,2000})\}")
 """A name and what is in braces after it."""
 OF_TRAINING = re.compile(
     r"(?<!min_)loss(?!_scale_window)|\bl_[a-z]|\bnll\b|rew(?:ard|\b)|kl\b|entropy|return|\bxent|\bcost\b|perplexity|\bppl\b"
-    r"|smooth_?l1",
+    r"|smooth_?l1|\btrl\b",
     re.IGNORECASE,
 )
 """Names of what training is about."""

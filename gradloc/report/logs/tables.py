@@ -9,7 +9,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, BinaryIO
 from zipfile import ZipFile
 
@@ -194,7 +194,8 @@ def _epochs(names: list[str], sample: list[list[str]]) -> tuple[int, str] | None
         return None
     values = [number(cells[at]) if at < len(cells) else None for cells in sample]
     known = [value for value in values if value is not None and value.is_integer()]
-    return (at, unit) if len(known) == len(sample) and known == sorted(set(known)) else None
+    rise = all(before < after or after == known[0] for before, after in pairwise(known))  # or another run begins
+    return (at, unit) if len(known) == len(sample) and rise else None
 
 
 def read_columns(
@@ -240,6 +241,11 @@ class _Table:
         self.step_at = _step_column(self.names)
         if self.step_at is None and (found := _epochs(self.names, sample)) is not None:
             self.step_at, self.unit = found
+        if all(number(name) is not None for name in self.names):
+            raise ReportError(
+                f"{source.name} has {len(self.names)} columns of numbers without names: put a line above them that "
+                "names each, such as step,loss or loss,grad_norm."
+            )
         if self.step_at is None and not _says_training(self.names):
             raise ReportError(
                 f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "

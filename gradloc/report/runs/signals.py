@@ -207,9 +207,9 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
         what = " or ".join(dict.fromkeys(number(value) for _, value in logged if not math.isfinite(value)))
         before = [(step, known) for step, known in logged if step < lost[0]]
         was = f"; it was {number(before[-1][1], 3)} at step {before[-1][0]}" if before else ""
-        begin = onset(before, lost[0]) if title == "loss" else lost[0]
+        begin = onset(before, lost[0]) if title == "loss" and loss_of(metrics)[1] else lost[0]
         if begin < lost[0]:
-            was += f", and had left its level at step {begin}"
+            was += f", and above its level from step {begin} on"
         if lost == [step for step, _ in logged if step >= lost[0]]:
             where = f"from step {lost[0]} on, to the end of the log ({plural(len(lost), 'row')})"
         else:
@@ -226,15 +226,16 @@ def _not_finite(run: LoggedRun) -> Iterator[Sign]:
 
 def onset(logged: Sequence[tuple[int, float]], first: int) -> int:
     """Return the first of the steps just before ``first`` at which a loss is well above all that it was earlier."""
-    rows = [row for row in logged if row[0] < first][-2 * _BEFORE :]
-    usual = max((loss for _, loss in rows[:_BEFORE]), default=math.inf)
-    while len(rows) > _BEFORE and rows[-1][1] > usual + abs(usual) / 10:
+    rows = [row for row in logged if row[0] < first][-_USUAL - _BEFORE :]
+    usual = max((loss for _, loss in rows[:-_BEFORE]), default=math.inf)
+    rows = rows[-_BEFORE:]
+    while rows and rows[-1][1] > usual + abs(usual) / 10:
         first = rows.pop()[0]
     return first
 
 
-_BEFORE = 5
-"""Values that say what a loss was."""
+_USUAL, _BEFORE = 40, 5
+"""Values that say what a loss was, and values just before a step."""
 
 
 def _overwritten_nan(run: LoggedRun) -> Iterator[Sign]:
@@ -564,7 +565,8 @@ def course(known: Sequence[tuple[int, float]]) -> str:
     scale = scaled(values)
     climbed, jump = climb(scale), peak(scale)
     was = median(values[jump.at - NEAR : jump.at]) if jump else 0.0
-    if jump and was > 0 and jump.size > max(math.log(2), climbed.size if climbed else 0.0):
+    least = math.log(1.2 if jump and jump.is_odd else 2)
+    if jump and was > 0 and jump.size > max(least, climbed.size if climbed else 0.0):
         step, value = known[jump.at]
         times = number(value / was, 2)
         back = next((at for at, value in known[jump.at + 1 :] if value <= 1.2 * was), None)
@@ -609,4 +611,4 @@ def past_its_best(known: Sequence[tuple[int, float]], best: str = "lowest") -> s
         return ""
     step, sign = known[len(known) - low * size - size // 2][0], -1 if best == "highest" else 1
     was, now = number(sign * was, 3), number(sign * now, 3)
-    return f"; it was {best}, {was}, around step {step}, and is {now} at the end (medians)."
+    return f"; its {best} level was {was}, around step {step}, and its last is {now} (medians)."

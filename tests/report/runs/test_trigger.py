@@ -50,7 +50,7 @@ def test_settings_change_what_is_flagged_and_wrong_ones_are_refused(log, shown, 
     assert sum(step["spike"] for step in steps) > 2 and steps[8]["threshold"] is not None
     assert "\ntrain, cap=6, floor=3\n" in "\n" + shown("trigger", log, "--set", "cap=6", "--set", "floor=3")
     for wrong, said in (
-        ("floor=11", "floor must be at most cap (10), found 11."),
+        ("floor=11", "floor must be at most cap (10), found 11: set both where one is not set."),
         ("window=4", "window must be an integer of at least 8"),
         ("deviations=3", "there are window, warmup, floor, cap"),
         ("cap", "write KEY=VALUE"),
@@ -74,7 +74,7 @@ def test_the_parts_of_a_run_that_was_resumed_are_told_apart(tmp_path):
 
 def test_the_terminal_shows_the_curve_the_flagged_steps_and_how_far_the_others_stayed_away(shown):
     said = " ".join(shown("trigger", SERIES / "verl-maze-actor.json").split())
-    assert "◆" in said and "2 steps of 61 flagged (3.28%)" in said
+    assert "◆" in said and "flagged 2 of 61 steps (3.28%)" in said
     assert "Of the steps not flagged, step " in said and "; the median step is at " in said
 
 
