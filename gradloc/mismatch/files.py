@@ -145,7 +145,7 @@ def _whole(file: Path, reader: Callable[[Any], Made], given: Any) -> Made:
         raise MismatchError(f"{file} cannot be read ({error}): it may be cut short, or another kind of file.") from None
 
 
-def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
+def _rows(table: dict[str, Any]) -> dict[str, list[NDArray]]:
     """Return the columns by our names, an array for each row; a flat column is cut where the row's name changes."""
     sizes = [(len(column), getattr(column, "nbytes", len(column))) for column in table.values()]
     if not len(table["rollout"]) or any(num_rows > num_bytes for num_rows, num_bytes in sizes):
@@ -153,7 +153,7 @@ def _rows(table: Mapping[str, Any]) -> dict[str, list[NDArray]]:
     kinds = {name: None if name in ("group", "row") else float for name in table}
     if np.ndim(table["rollout"][0]) > 0:
         return {name: [np.ravel(np.asarray(row, kinds[name])) for row in rows] for name, rows in table.items()}
-    names = np.asarray(table.get("row", np.zeros(len(table["rollout"]))))
+    names = np.asarray(table.pop("row", np.zeros(len(table["rollout"]))))
     cuts = np.flatnonzero(names[1:] != names[:-1]) + 1
     return {name: np.split(np.asarray(values, kinds[name]), cuts) for name, values in table.items()}
 

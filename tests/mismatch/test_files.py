@@ -106,6 +106,13 @@ def test_the_columns_are_what_was_written(tmp_path, write):
         assert made.group.max() == 3
 
 
+def test_files_of_one_step_are_joined_though_one_alone_names_its_rows(tmp_path):
+    table(tmp_path)
+    numpy_file(tmp_path).rename(tmp_path / "columns.npz")
+    ((_, made),) = read(tmp_path).items()
+    assert made.row.max() == 31 and len(made) == 2 * MASK.sum() * 16
+
+
 def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
     ((_, made),) = read(table(tmp_path, gap=True)).items()
     assert np.isnan(made.rollout).sum() == 16
