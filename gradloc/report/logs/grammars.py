@@ -178,6 +178,8 @@ class Json(Grammar):
     def __init__(self) -> None:
         super().__init__()
         self.verdicts: list[str] = []
+        self.num_bad = 0
+        """Lines of JSON that cannot be read."""
         self._unplaced: dict[str, dict[str, list[Row]]] = {"row": defaultdict(list), "epoch": defaultdict(list)}
         """Rows that say no step, by their place or epoch: of the run's end or evaluations, where others say one."""
 
@@ -188,6 +190,7 @@ class Json(Grammar):
         try:
             entry = parse_json(line.rstrip(" ,`\r\n"))
         except ValueError:
+            self.num_bad += line.startswith('{"')
             return False
         if isinstance(entry, list):
             return any([self.take_entry(each, process) for each in entry if isinstance(each, dict)])

@@ -115,8 +115,6 @@ class _Reader:
         """The checkpoints that were written, by their steps."""
         self.num_seen = 0
         """Gradient norms that the lines spell."""
-        self.num_bad = 0
-        """Lines of JSON that cannot be read."""
         self.counted = ""
         """A sentence on steps that were counted through the epochs."""
         self._process = ""
@@ -163,7 +161,6 @@ class _Reader:
             self.last, self.taken = line, None
         if len(line) > _LONGEST_LINE:
             self.taken = self.json if line[:1] in "{[" and self.json.take(line, "") else None
-            self.num_bad += self.taken is None and line.startswith('{"')
             return
         is_plain = not self._note(line)
         if self._is_wanted(line):
@@ -215,7 +212,6 @@ class _Reader:
         if taken is self.console and "step:" in line:
             self.console.heads[self.last.partition("step:")[0]] = self._process
         elif taken is None:
-            self.num_bad += line.startswith('{"')
             if "lobal" in line and (head := HEADED_GLOBALLY.search(line)):
                 self.skipped.step = int(head[1])
             if "tep" in line[:_LONGEST_SHAPE] and (head := HEADED_BY_STEP.search(line)):
@@ -333,7 +329,7 @@ def _stripped(line: str) -> tuple[str, str]:
 
 
 def _notes(source: Source, reader: _Reader, best: Grammar) -> list[str]:
-    notes, num_bad = list(source.notes), reader.num_bad
+    notes, num_bad = list(source.notes), reader.json.num_bad
     if best.unit == "row":
         notes.append(f"The lines of {source.name} do not give their step: row 1 is the first that was read.")
     for other in reader.grammars:
