@@ -17,6 +17,7 @@ from ...health.rules import SCORES
 from ..logs.names import is_norm, is_training_loss
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
+from .course import course, past_its_best
 from .effects import begin_of, effects_of, fall_meanwhile, loss_at
 from .health import LOSSES, TOO_SHORT, ranges
 from .resuming import advise, count_again, is_left_behind, is_overwritten, resume_before
@@ -26,13 +27,11 @@ from .signals import (
     EFFECTS,
     LOSS,
     Sign,
-    course,
     findings,
     is_adversarial,
     loss_of,
     lost_loss,
     minor_skips,
-    past_its_best,
     sound_loss,
 )
 from .spikes import (

@@ -20,7 +20,7 @@ from ..logs.names import is_training_loss
 from ..logs.recording import SKIPPED, Metrics, Skip
 from ..logs.segments import LoggedRun
 from .health import LOSSES, ranges
-from .levels import NEAR, Rise, climb, peak, rises, scaled
+from .levels import NEAR, Rise, peak, rises, scaled
 
 
 class Effect(NamedTuple):
@@ -55,8 +55,6 @@ ADVERSARIAL = re.compile(
 VANISHED = 1e-3
 """A loss below this fraction of its first value within ``_SOON`` rows has vanished, if the norm has as well."""
 _SOON = 20
-_SHORT = 30
-"""Values below which only a climb by half is worth a word."""
 _USUAL_SCALE = 2**15
 """Scalers begin at twice this scale, or far above it."""
 _FIRST_SCALE = 2**20
@@ -550,65 +548,3 @@ def _blown_up(metrics: Metrics) -> Sign | None:
             )
             return Sign("fell", sentence, "", step, before)
     return None
-
-
-def course(known: Sequence[tuple[int, float]]) -> str:
-    """Describe a loss in which nothing was found by a clause on its largest climb or jump, if it has one."""
-    values = [value for _, value in known]
-    low, high = min(values), max(values)
-    third = -(-len(values) // 3)
-    moved = abs(median(values[:third]) - median(values[-third:]))
-    if moved < abs(high) / 200 and high - low < abs(high) / 20:
-        least, most = number(low, 3), number(high, 3)
-        span = f"about {least}" if least == most else f"between {least} and {most}"
-        return f", and hardly moved: all its {plural(len(known), 'value')} are {span}."
-    scale = scaled(values)
-    climbed, jump = climb(scale), peak(scale)
-    was = median(values[jump.at - NEAR : jump.at]) if jump else 0.0
-    least = math.log(1.2 if jump and jump.is_odd else 2)
-    if jump and was > 0 and jump.size > max(least, climbed.size if climbed else 0.0):
-        step, value = known[jump.at]
-        times = number(value / was, 2)
-        back = next((at for at, value in known[jump.at + 1 :] if value <= 1.2 * was), None)
-        end = "is not back at the end" if back is None else f"was back at step {back}"
-        said = f"its largest jump, to {number(value, 3)} at step {step}, {times} times the values before it, {end}"
-        return f"; {said}."
-    if climbed and climbed.size > (math.log(1.5) if len(values) < _SHORT else 0.0):
-        low, high = (
-            f"{number(median(values[at.start : at.stop]), 3)} around step {known[at[len(at) // 2]][0]}"
-            for at in (climbed.low, climbed.high)
-        )
-        return f"; it rose from {low} to {high}."
-    if said := past_its_best(known):
-        return said
-    begin = median(values[:NEAR])
-    if len(values) >= _SHORT and max(moved, abs(begin - median(values[-third:]))) < abs(begin) / 50:
-        now = number(median(values[-third:]), 3)
-        return f", and did not fall: its median is {number(begin, 3)} in the first rows and {now} in the last third."
-    around = [values[max(at - NEAR // 2, 0) : at] + values[at + 1 : at + 1 + NEAR // 2] for at in range(len(values))]
-    high = max(range(NEAR // 2, len(values)), key=lambda at: values[at] / (median(around[at]) or math.inf), default=0)
-    if high and values[high] > 2 * median(around[high]) > 0:
-        times, (step, value) = number(values[high] / median(around[high]), 2), known[high]
-        return f"; its value at step {step}, {number(value, 3)}, is {times} times those around it."
-    return f", and none of its {plural(len(known), 'value')} stands out."
-
-
-def past_its_best(known: Sequence[tuple[int, float]], best: str = "lowest") -> str:
-    """Say that values end above their lowest sixth, if they do by more than such parts scatter; what is best when it is
-    ``highest`` is given with its sign turned.
-    """
-    size = len(known) // 6
-    parts = [
-        [value for _, value in known[len(known) - (back + 1) * size : len(known) - back * size]] for back in range(6)
-    ]
-    if size < NEAR:
-        return ""
-    middles = [*map(median, parts)]
-    low = min(range(6), key=middles.__getitem__)
-    was, now = middles[low], middles[0]
-    scatter = median(abs(value - middles[part]) for part in (low, 0) for value in parts[part])
-    if now - was < max(6 * scatter / math.sqrt(size), abs(was) / 20) or not was:
-        return ""
-    step, sign = known[len(known) - low * size - size // 2][0], -1 if best == "highest" else 1
-    was, now = number(sign * was, 3), number(sign * now, 3)
-    return f"; its {best} level was {was}, around step {step}, and its last is {now} (medians)."

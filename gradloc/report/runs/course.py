@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends a sentence on a loss in which nothing was found: how it went from its first value to its last."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from ...explain.numbers import number
+from ...explain.text import plural
+from .levels import NEAR, climb, peak, scaled
+
+Points = Sequence[tuple[int, float]]
+"""Steps and finite values."""
+_SHORT = 30
+"""Values below which a little is not worth a word."""
+
+
+def course(known: Points) -> str:
+    """Return the first clause that fits a loss, the plainest last.
+
+    >>> course([(step, 2.0 + 0.001 * (step % 2)) for step in range(40)])
+    ', and hardly moved: all its 40 values are about 2.'
+    """
+    clauses = (_hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _stood_out)
+    plain = f", and none of its {plural(len(known), 'value')} stands out."
+    return next(filter(None, (clause(known) for clause in clauses)), plain)
+
+
+def _hardly_moved(known: Points) -> str:
+    values = [value for _, value in known]
+    low, high, third = min(values), max(values), -(-len(values) // 3)
+    moved = abs(median(values[:third]) - median(values[-third:]))
+    if moved >= abs(high) / 200 or high - low >= abs(high) / 20:
+        return ""
+    least, most = number(low, 3), number(high, 3)
+    span = f"about {least}" if least == most else f"between {least} and {most}"
+    return f", and hardly moved: all its {plural(len(known), 'value')} are {span}."
+
+
+def _jumped(known: Points) -> str:
+    """Name the largest jump above the values before it, where no climb is larger."""
+    values = [value for _, value in known]
+    scale = scaled(values)
+    climbed, jump = climb(scale), peak(scale)
+    if jump is None or jump.size <= max(math.log(1.2 if jump.is_odd else 2), climbed.size if climbed else 0.0):
+        return ""
+    was, (step, top) = median(values[jump.at - NEAR : jump.at]), known[jump.at]
+    if was <= 0:
+        return ""
+    back = next((at for at, value in known[jump.at + 1 :] if value <= 1.2 * was), None)
+    end = "is not back at the end" if back is None else f"was back at step {back}"
+    times = f"{number(top / was, 2)} times the values before it"
+    return f"; its largest jump, to {number(top, 3)} at step {step}, {times}, {end}."
+
+
+def _climbed(known: Points) -> str:
+    values = [value for _, value in known]
+    climbed = climb(scaled(values))
+    if climbed is None or len(values) < _SHORT and climbed.size <= math.log(1.5):
+        return ""
+    low, high = (
+        f"{number(median(values[at.start : at.stop]), 3)} around step {known[at[len(at) // 2]][0]}"
+        for at in (climbed.low, climbed.high)
+    )
+    return f"; it rose from {low} to {high}."
+
+
+def past_its_best(known: Points, best: str = "lowest") -> str:
+    """Say that values end above their lowest sixth, if they do by more than such parts scatter.
+
+    Values that are best when they are ``highest``, such as rewards, are given with their signs turned.
+    """
+    size = len(known) // 6
+    if size < NEAR:
+        return ""
+    ends = [len(known) - back * size for back in range(6)]
+    parts = [[value for _, value in known[end - size : end]] for end in ends]
+    middles = [*map(median, parts)]
+    low = min(range(6), key=middles.__getitem__)
+    was, now = middles[low], middles[0]
+    scatter = median(abs(value - middles[part]) for part in (low, 0) for value in parts[part])
+    if not was or now - was < max(6 * scatter / math.sqrt(size), abs(was) / 20):
+        return ""
+    step, sign = known[ends[low] - size // 2][0], -1 if best == "highest" else 1
+    levels = f"{number(sign * was, 3)}, around step {step}, and its last is {number(sign * now, 3)}"
+    return f"; its {best} level was {levels} (medians)."
+
+
+def _did_not_fall(known: Points) -> str:
+    values = [value for _, value in known]
+    begin, third = median(values[:NEAR]), len(values) // 3
+    if len(values) < _SHORT:
+        return ""
+    middles = [median(values[:third]), median(values[-third:])]
+    if max(abs(begin - middles[1]), abs(middles[0] - middles[1])) >= abs(begin) / 50:
+        return ""
+    levels = f"{number(begin, 3)} in the first rows and {number(middles[1], 3)} in the last third"
+    return f", and did not fall: its median is {levels}."
+
+
+def _stood_out(known: Points) -> str:
+    """Name the value that is the highest multiple of those around it, from two on."""
+    values, side = [value for _, value in known], NEAR // 2
+    around = [
+        median([*values[max(at - side, 0) : at], *values[at + 1 : at + 1 + side]] or [0.0]) for at in range(len(values))
+    ]
+    at = max(range(side, len(values)), key=lambda at: values[at] / (around[at] or math.inf), default=0)
+    if not at or not values[at] > 2 * around[at] > 0:
+        return ""
+    step, value = known[at]
+    return f"; its value at step {step}, {number(value, 3)}, is {number(value / around[at], 2)} times those around it."

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss in which nothing was found is described by what it did."""
+
+import random
+
+import pytest
+
+from gradloc.report.runs.course import course, past_its_best
+
+
+def noisy(*levels, seed=0, noise=0.05):
+    """Steps from 1 on, and values around the levels, each by a share of it."""
+    rng = random.Random(seed)
+    return [(at, level * (1 + noise * rng.uniform(-1, 1))) for at, level in enumerate(levels, 1)]
+
+
+FALLING = [4.0 * 0.97**at + 1 for at in range(120)]
+JUMP = [*FALLING[:80], FALLING[80] * 4, *FALLING[81:]]
+RISES = [*(4 * 0.9**at + 2.2 for at in range(90)), *(min(2.2 + 0.01 * at, 2.5) for at in range(90))]
+HIGH = [9.0, 5.0, 5.1, 4.8, 12.0, 5.0, 4.9, 5.2, 5.0, 4.8, 5.1, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (noisy(*FALLING), ", and none of its 120 values stands out."),
+        (noisy(*[2.3] * 40, noise=0.001), ", and hardly moved: all its 40 values are about 2.3."),
+        (noisy(*[2.3] * 40, noise=0.03), ", and did not fall: its median is"),
+        (noisy(*JUMP), "at step 81, 3.9 times the values before it"),
+        (noisy(*JUMP), ", was back at step 82."),
+        (noisy(*RISES), "; it rose from 2.2"),
+        (noisy(*HIGH, noise=0.0), "; its value at step 5, 12, is 2.4 times those around it."),
+    ],
+    ids=["falls", "flat", "noisy and flat", "jumps", "and is back", "rises", "one of few"],
+)
+def test_a_course_is_said_by_the_first_clause_that_fits(losses, said):
+    assert said in course(losses)
+
+
+def test_rewards_are_past_their_highest():
+    rewards = noisy(*(0.2 + 0.01 * at for at in range(60)), *(0.8 - 0.008 * at for at in range(60)))
+    turned = [(step, -reward) for step, reward in rewards]
+    assert past_its_best(turned, "highest").startswith("; its highest level was 0.7")
+    assert not past_its_best([(step, reward) for step, reward in turned[:60]], "highest")
