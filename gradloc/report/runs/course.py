@@ -21,9 +21,18 @@ def course(known: Points) -> str:
     >>> course([(step, 2.0 + 0.001 * (step % 2)) for step in range(40)])
     ', and hardly moved: all its 40 values are about 2.'
     """
-    clauses = (_hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _stood_out)
+    clauses = (_got_stuck, _hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _stood_out)
     plain = f", and none of its {plural(len(known), 'value')} stands out."
     return next(filter(None, (clause(known) for clause in clauses)), plain)
+
+
+def _got_stuck(known: Points) -> str:
+    """Name the value that the last third or more of a loss has."""
+    values = [value for _, value in known]
+    count = next((at for at, value in enumerate(reversed(values)) if value != values[-1]), len(values))
+    if count < max(NEAR // 2, len(values) / 3) or count == len(values):
+        return ""
+    return f", and is {number(values[-1], 3)} in each of its last {plural(count, 'value')}."
 
 
 def _hardly_moved(known: Points) -> str:
@@ -104,7 +113,8 @@ def _stood_out(known: Points) -> str:
     around = [
         median([*values[max(at - side, 0) : at], *values[at + 1 : at + 1 + side]] or [0.0]) for at in range(len(values))
     ]
-    at = max(range(side, len(values)), key=lambda at: values[at] / (around[at] or math.inf), default=0)
+    rises = (at for at in range(1, len(values)) if at >= side or values[at] > 2 * values[at - 1])
+    at = max(rises, key=lambda at: values[at] / (around[at] or math.inf), default=0)
     if not at or not values[at] > 2 * around[at] > 0:
         return ""
     step, value = known[at]

@@ -17,6 +17,7 @@ def noisy(*levels, seed=0, noise=0.05):
 FALLING = [4.0 * 0.97**at + 1 for at in range(120)]
 JUMP = [*FALLING[:80], FALLING[80] * 4, *FALLING[81:]]
 RISES = [*(4 * 0.9**at + 2.2 for at in range(90)), *(min(2.2 + 0.01 * at, 2.5) for at in range(90))]
+STUCK = [(at, 0.693) for at in range(21, 41)]
 HIGH = [9.0, 5.0, 5.1, 4.8, 12.0, 5.0, 4.9, 5.2, 5.0, 4.8, 5.1, 5.0]
 
 
@@ -25,13 +26,14 @@ HIGH = [9.0, 5.0, 5.1, 4.8, 12.0, 5.0, 4.9, 5.2, 5.0, 4.8, 5.1, 5.0]
     [
         (noisy(*FALLING), ", and none of its 120 values stands out."),
         (noisy(*[2.3] * 40, noise=0.001), ", and hardly moved: all its 40 values are about 2.3."),
+        ([*noisy(*FALLING[:20]), *STUCK], ", and is 0.693 in each of its last 20 values."),
         (noisy(*[2.3] * 40, noise=0.03), ", and did not fall: its median is"),
         (noisy(*JUMP), "at step 81, 3.9 times the values before it"),
         (noisy(*JUMP), ", was back at step 82."),
         (noisy(*RISES), "; it rose from 2.2"),
         (noisy(*HIGH, noise=0.0), "; its value at step 5, 12, is 2.4 times those around it."),
     ],
-    ids=["falls", "flat", "noisy and flat", "jumps", "and is back", "rises", "one of few"],
+    ids=["falls", "flat", "stuck", "noisy and flat", "jumps", "and is back", "rises", "one of few"],
 )
 def test_a_course_is_said_by_the_first_clause_that_fits(losses, said):
     assert said in course(losses)
