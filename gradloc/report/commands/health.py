@@ -111,10 +111,10 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
     is_led, headline = False, health.headline
     if not folder.events:
         diagnosis = folder.diagnoses[0]
-        if health.is_finite_alone and not diagnosis.kind:
-            headline = diagnosis.headline  # on what no rule judges
         if health.is_too_short and diagnosis.headline.startswith(TOO_SHORT):  # it may name a norm far above the others
             headline = f"{headline} {diagnosis.headline.partition('. ')[2]}".rstrip()
+        elif health.is_finite_alone and not diagnosis.kind:
+            headline = diagnosis.headline  # on what no rule judges
         has_finding = {"gradient_jump", "non_finite"} & {finding.worst.name for finding in health.findings}
         is_led = diagnosis.is_unrecovered or diagnosis.kind == "unfinite"
         is_led |= bool(diagnosis.kind) and not has_finding  # such as in the rules' warm-up

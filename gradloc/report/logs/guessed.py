@@ -18,7 +18,8 @@ _TIME = re.compile(
 )
 """Dates, times, a process, and the place that printed a line."""
 _COUNT = re.compile(
-    r"(?<![\w.:/])(?<!e-)[A-Za-z]?(\d{1,12})(?:\s*/\s*\d+)?(?=[\s\]),:;|-]|epoch|batch|iter|step|$)", re.I
+    r"(?<![\w.:/])(?<!e-)[A-Za-z]?(\d{1,3}(?:,\d{3})+(?!\d)|\d{1,12})(?:\s*/\s*\d+)?(?=[\s\]),:;|-]|epoch|batch|iter|step|$)",
+    re.I,
 )
 _NO_ROW = re.compile(rf"{NOT_TRAINING.pattern}|\bWARN|\bskip|not update|Error:", re.IGNORECASE)
 _OTHERS = re.compile(r"\bcost\b|perplexity|reward", re.IGNORECASE)
@@ -80,7 +81,7 @@ class Guessed(Grammar):
             if named and not _NO_ROW.search(line, 0, max(begin, named[0][0])):
                 epochs = {each.start(1) for each in EPOCH.finditer(line)}
                 key = wanted, tuple(at.start(1) in epochs for at in free)
-                self._kept[key][process].append(([float(at[1]) for at in free], values))
+                self._kept[key][process].append(([float(at[1].replace(",", "")) for at in free], values))
                 self.num_kept += 1
                 if not all(isfinite(values[name]) for name in wanted) and (len(values) > 2 or ALONE.fullmatch(line)):
                     self._unfinite.append(key)

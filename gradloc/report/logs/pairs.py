@@ -94,6 +94,8 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     {'Reward mean': 0.5, 'Reward std': 0.1}
     >>> pairs("grad_norm={'0_a': 3.0, '1_b': 4.0} tgs=7")
     {'tgs': 7.0, 'grad_norm': 5.0}
+    >>> pairs("loss=tensor(0.25) mse: nan(683, 1024, 3)")
+    {'loss': 0.25, 'mse': nan}
     >>> pairs(" | 2.5 loss | 0.48 grad norm |"), pairs("norm -> 0.48")
     ({'loss': 2.5, 'grad norm': 0.48}, {'norm': 0.48})
     """

@@ -187,6 +187,9 @@ def _course(run: LoggedRun) -> str:
         return f"{name} is {number(values[0][1], 3)}{in_all}." if values else ""
     (first, begin), (last, end) = values[0], values[-1]
     went = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
+    level = median(value for _, value in values[-max(len(values) // 20, 5) :])
+    if len(values) >= 40 and abs(level - end) > abs(level) / 10:  # the last one is far off its neighbours
+        went += f" ({number(level, 3)} in the median of the last ones)"
     if not loss_of(run.metrics)[1]:
         return went + (past_its_best([(step, -value) for step, value in values], "highest") or ".")
     if is_adversarial(run.metrics):

@@ -70,6 +70,10 @@ def effects_of(worst: Explosion, since: int | None = None) -> tuple[str, bool | 
         num_steps = metrics.steps[start:end][-1] - worst.first
         when = "of this growth" if is_growth else "after it"
         effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
+        before, after = _levels(loss_of(metrics)[1], since, num_steps)
+        if after > 1.1 * before > 0:
+            effects = f"the loss was {number(before, 2)} before it, and {number(after, 2)} in the "
+            effects += f"{plural(num_steps, 'step')} {when} (medians)"
     else:
         effects = "what this did is not known, as the log has no reward, entropy or loss"
         if any(metrics.first(effect.names) for effect in EFFECTS):
@@ -165,6 +169,13 @@ def begin_of(worst: Explosion, explosions: Sequence[Explosion]) -> int:
         if (first <= last + pause or stays) and effects_of(each)[1] is not False:
             first = each.first
     return first
+
+
+def _levels(losses: Sequence[tuple[int, float]], step: int, num_steps: int) -> tuple[float, float]:
+    """Return the median of a loss up to a step, and in the steps after it; 0 and 0 where either is missing."""
+    before = [loss for at, loss in losses if at <= step and math.isfinite(loss)][-_NEAR:]
+    after = [loss for at, loss in losses if step < at <= step + num_steps and math.isfinite(loss)]
+    return (median(before), median(after)) if before and after else (0.0, 0.0)
 
 
 def aftermath(worst: Explosion) -> list[Aftermath]:
