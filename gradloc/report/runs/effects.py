@@ -72,6 +72,7 @@ def effects_of(worst: Explosion, since: int | None = None) -> tuple[str, bool | 
         effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
         before, after = _levels(loss_of(metrics)[1], since, num_steps)
         if after > 1.1 * before > 0:
+            hurt = None
             effects = f"the loss was {number(before, 2)} before it, and {number(after, 2)} in the "
             effects += f"{plural(num_steps, 'step')} {when} (medians)"
     else:

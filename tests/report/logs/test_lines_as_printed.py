@@ -120,3 +120,12 @@ def test_an_export_of_a_log_says_what_happened(log, shown):
     runs_in(log, plain(LOSS))
     (said,) = json.loads(shown(log, "--format", "json"))["diagnoses"]
     assert said["kind"] == "back" and said["headline"].startswith("Step 40")
+
+
+def test_what_no_rule_judges_is_said_once_by_both(tmp_path, shown):
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(f"step {step}: loss 2.{step % 3}01" for step in range(1, 41)))
+    assert "did not fall" in shown("health", log) and "not judged here" not in shown(log)
+    log.write_text("\n".join(f"step {step}: loss 2.{step}" for step in range(1, 6)))
+    for command in ([log], ["health", log]):
+        assert shown(*command, code=2).count("Too short to judge") == 1
