@@ -279,7 +279,8 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
         )
     made.sentences += _others(made.explosions)
     advice, made.command = advise(run, made.explosions, is_hurt, bool(sound))
-    made.sentences.append(f"{_on_tokens(run, worst.peak.step, 'GradLoc on' in advice)} {advice}")
+    tokens = _on_tokens(run, worst.peak.step, "GradLoc on" in advice) if worst.kind != "learning" else ""
+    made.sentences.append(f"{tokens} {advice}".lstrip())
 
 
 def _on_tokens(run: LoggedRun, step: int, is_on_advised: bool) -> str:
