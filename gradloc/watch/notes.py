@@ -154,7 +154,7 @@ def checked_notes(
 ) -> dict[str, Any]:
     """Check what a loop noted, and return it: ``mask`` and ``ids`` (B, T), ``rows``, and ``tensors`` (B, T) by name.
 
-    B and T are the mask's, else those of the last forward, ``size``. Tensors may be (B,), too; ``rewards`` are.
+    B and T are the mask's, else those of the last forward, ``size``. Tensors may also be (B,), as ``rewards`` are.
 
     Raises:
         ValueError: one sentence, where shapes do not fit.

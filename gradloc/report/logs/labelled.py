@@ -35,15 +35,10 @@ _ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
 """A line that names an exception: its numbers are no metrics."""
 _SPLIT = re.compile(rf"(\d{{1,12}}) (train|val) ({NUMBER})\s*")
 """build-nanogpt's file: step, split and loss."""
-_AFTER = re.compile(  # Cost after iteration 100: 0.64, loss at batch 5 = tensor(17.4, device='cuda:0')
-    rf"\W*([a-z ]{{0,20}}(?:loss|cost)) (?:at|after|for|in) (?:batch|step|iteration|iter|epoch)s? +(\d{{1,12}})"
-    rf"(?: *(?:=|:|is) *| +)(?:[a-z_][\w.]*\()?({NUMBER})(?![\w.]*\d)",
-    re.IGNORECASE,
-)
 _YOLACT = re.compile(rf"\W*\[ *\d+\] +(\d{{1,12}}) \|\| .*\bT: ({NUMBER}) \|\| ETA")
 """YOLACT's row: epoch, step, the losses by a letter, of which T is the total."""
 _ROUND = re.compile(r"\b(?:iteration|round)\W{0,3}(\d{1,9})\W{1,3}$", re.IGNORECASE)
-"""What some call an epoch, before a step in it: ``iteration:3 step:100/1687``."""
+"""Matches what some call an epoch, before a step in it: ``iteration:3 step:100/1687``."""
 _ITERATION = re.compile(r"\biter(?:ation)?\s+(\d{1,12})\s+$", re.IGNORECASE)
 _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train: 2 [ 50/1251 (4%)], [2][50/391]
     r"(?:\b(?:epochs?\b(?:\(train\))?|train(?:ing)?\b)[\s:\[]*|^\s*\[)(\d{1,6})(?:/\d+)?(?:\s*\( *\d+%\))?[\]\s:,|\[(]+"
@@ -92,9 +87,9 @@ class Labelled(Grammar):
         self._placed: set[str] = set()
         """The processes whose lines say a place in an epoch, as ``[2][50/391]``: others may say the run's step."""
         self._epoch: float | None = None
+        """The epoch that a line of its own said last."""
         self._unplaced: tuple[str, int, int] | None = None
         """The process, place and epoch's length of the last row before the first headline of an epoch."""
-        """The epoch that a line of its own said last."""
         self._above: str | None = None
         """The process of the line above, where one without a step may say more of its step."""
         self._shows_loss = False
@@ -116,8 +111,6 @@ class Labelled(Grammar):
     def _take(self, line: str, process: str) -> bool:
         if line[:1].isdecimal() and (row := _SPLIT.fullmatch(line)):
             return self.add(process, int(row[1]), {f"{row[2]} loss": as_float(row[3])})
-        if (row := _AFTER.match(line)) is not None:
-            return self.add(process, int(row[2]), {row[1].strip(): as_float(row[3])})
         if "|| ETA" in line and (row := _YOLACT.match(line)):
             return self.add(process, int(row[1]), {"total loss": as_float(row[2])})
         self._has_inner |= "| train_inner |" in line

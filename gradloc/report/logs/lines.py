@@ -51,6 +51,11 @@ _SPELLED = re.compile(  # the letter comes first, and as a set: only that is sca
 )
 _DECIMAL_COMMA = re.compile(r"[=:]\s*-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,}))(?![\d,.])")
 _DECIMAL_POINT = re.compile(r"[=:]\s*-?\d+\.\d")
+_PLACED = re.compile(
+    r"\b((?:[a-z]+ )?(?:loss|cost|norm)) (?:at|after|for|in) (step|iteration|batch|epoch) +(\d{1,12})(?: *[:=]| is\b)",
+    re.IGNORECASE,
+)
+"""A name with its step before the value: ``Cost after iteration 100: 0.64``."""
 _COMMA = re.compile(r"(?<=[=:\s]\d),(?=\d)|(?<=\d\d),(?=\d)")
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
@@ -194,6 +199,8 @@ class _Reader:
             line = line.translate(_QUOTES)
         if "|g" in line or "∇" in line or "‖" in line:
             line = SYMBOL.sub("grad_norm", line)
+        if any(word in line for word in (" at ", " after ", " for ", " in ")):
+            line = _PLACED.sub(r"\2 \3 \1:", line)
         if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
             self._num_commas += 1
             return _COMMA.sub(".", line)
@@ -270,8 +277,8 @@ class _Reader:
         if names := self.guessed.names + self.exposed.unplaced:
             are_lost = f", of which {listed(lost, 3)} {'is' if len(lost) == 1 else 'are'} not finite" if lost else ""
             raise ReportError(
-                f"{name} has values ({listed(names, 3)}){are_lost}, and no line says of which step: paste the headline "
-                "of the step, too, or name a log with several steps."
+                f"{name} has values ({listed(names, 3)}){are_lost}, and no line says of which step: also paste the "
+                "step's headline, or name a log with several steps."
             )
 
     def make_rows_of_skips(self, best: Grammar, skips: Sequence[Skip]) -> list[Skip]:

@@ -129,3 +129,12 @@ def test_what_no_rule_judges_is_said_once_by_both(tmp_path, shown):
     log.write_text("\n".join(f"step {step}: loss 2.{step}" for step in range(1, 6)))
     for command in ([log], ["health", log]):
         assert shown(*command, code=2).count("Too short to judge") == 1
+
+
+def test_a_step_between_a_name_and_its_value_leaves_the_line_s_other_values(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("\n".join(f"loss at step {step}: 2.{step}, grad_norm: 0.{step}" for step in range(1, 31)))
+    metrics = read_run(log).runs[0].metrics
+    assert metrics.norms[:2] == [0.1, 0.2] and [value for _, value in metrics.known("loss")][:2] == [2.1, 2.2]
+    log.write_text("\n".join(f"Cost after epoch {epoch}: 0.{epoch}" for epoch in range(1, 31)))
+    assert read_run(log).runs[0].unit == "epoch"
