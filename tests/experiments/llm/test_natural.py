@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of `wild-long`, from runs on disk."""
+"""The tables of `wild`, `wild-long` and `tool-loop`, from runs on disk."""
 
 import json
 
@@ -7,9 +7,15 @@ import pytest
 
 from lab.experiments import catalog
 from lab.experiments.llm import natural
-from tests.experiments.conftest import write_suite
-from tests.experiments.llm.test_wild import write
+from tests.experiments.conftest import write_lines, write_steps, write_suite
 from tests.report.builder import make_culprit, make_event
+
+
+def write(folder, norms, events=()):
+    """A run's metrics and events."""
+    steps = enumerate(norms, start=1)
+    write_steps(folder, ({"actor/grad_norm_max": norm, "critic/score/mean": 0.1 * step} for step, norm in steps))
+    write_lines(folder / "gradloc" / "events.jsonl", events)
 
 
 def cure(name, verdict, norm, forwards=4):
@@ -34,7 +40,8 @@ def found(tmp_path_factory):
     write(tmp_path / "no-clip-seed1", [3.0, 90.0, 4.0], found)
     write(tmp_path / "no-clip-mask-seed1", [3.0, 80.0], found[:1])
     write(tmp_path / "no-clip-twin-seed1", [3.0, 5.0])
-    write_suite(tmp_path, no_clip_seed1=0, no_clip_mask_seed1=0, no_clip_twin_seed1=0, rate_seed1=1)
+    write(tmp_path / "healthy-seed1", [3.0, 5.0])
+    write_suite(tmp_path, no_clip_seed1=0, no_clip_mask_seed1=0, no_clip_twin_seed1=0, healthy_seed1=0, rate_seed1=1)
     assert natural.main([str(tmp_path)]) == 0
     assert (tmp_path / "natural.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((tmp_path / "natural.json").read_text())
@@ -55,6 +62,11 @@ def test_an_arm_s_events_are_counted_where_the_run_only_observes(found):
     assert line(natural.composition_table(found), "all")["events"] == "3"
     # 24 forwards and as many backwards of 4 micro-batches: (24 + 48) / 12
     assert (cells["updates a search: median"], cells["most"]) == ("6", "6")
+
+
+def test_an_arm_without_a_spike_has_its_largest_norm(found):
+    assert line(natural.composition_table(found), "healthy")["events"] == "0"
+    assert line(natural.effects_table(found), "healthy", "1")["largest norm: observe"] == "5"
 
 
 def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(found):
