@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import gradloc
 from lab.benchmarks.links import read_events
-from lab.benchmarks.run import about, finish, parser
+from lab.benchmarks.run import Parser, finish
 
 ROWS, LENGTH, MICRO_BATCHES, VOCABULARY = 2, 10, 3, 64
 STEPS, SPIKE, PLACE = 7, 6, (2, 4)
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure the families, and write their record."""
     import transformers
 
-    options = parser("architectures", __doc__)
+    options = Parser("architectures", __doc__)
     options.add_argument("families", nargs="*", default=[*FAMILIES], help="as transformers calls them; default: all")
     given = options.parse_args(arguments)
     logging.getLogger("gradloc").setLevel(logging.ERROR)
@@ -157,8 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     families = {family: measure(family) for family in tqdm(given.families)}
-    record = {**about("architectures", arguments), "versions": versions, "families": families}
-    finish(record, given.out, "architectures", sentence(record))
+    record = {"versions": versions, "families": families}
+    finish(given, record, sentence(record))
 
 
 if __name__ == "__main__":

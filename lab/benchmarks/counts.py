@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.benchmarks.actor import is_engine
-from lab.benchmarks.run import Record, about, finish, parser
+from lab.benchmarks.run import Parser, Record, finish
 from lab.experiments import environment, verl09
 from lab.output import table
 from patchkit.build import bases, ensure_base
@@ -109,10 +109,10 @@ def markdown(run: Record) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Count, print a table and the exceeded limits."""
-    parsed = parser("counts", __doc__).parse_args(arguments)
+    parsed = Parser("counts", __doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch, worlds() as variants:
         run = measure(variants, Path(scratch))
-    finish({**about("counts", arguments), **run}, parsed.out, f"counts-{run['verl']}", markdown(run))
+    finish(parsed, run, markdown(run), f"counts-{run['verl']}")
     over = broken(run)
     for sentence in over:
         print(f"over its limit: {sentence}", file=sys.stderr)

@@ -13,7 +13,7 @@ import torch
 
 from gradloc.health.monitor import _zero_variance
 from gradloc.loop.batch import BatchView, RowFacts, batch_scale
-from lab.benchmarks.run import Record, about, parser, write
+from lab.benchmarks.run import Parser, Record, about, write
 
 ROLLOUTS = 16
 
@@ -45,14 +45,14 @@ def measure(num_rows: int, longest: int) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write ``driver.json``."""
-    made = parser("driver", __doc__)
+    made = Parser("driver", __doc__)
     made.add_argument("--rows", type=int, default=4096, help="of the batch")
     made.add_argument("--longest", type=int, default=32768, help="row, in tokens")
     given = made.parse_args(arguments)
     torch.set_num_threads(1)
     record = measure(given.rows, given.longest)
     print({name: round(value, 3) for name, value in record.items()})
-    write({**about("driver", arguments), "rows": given.rows, "longest": given.longest, **record}, given.out, "driver")
+    write({**about(given), "rows": given.rows, "longest": given.longest, **record}, given.out, "driver")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ verl's own worker and trainer around a model of 60k parameters (tests/adapters/v
 
 import itertools
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -18,8 +17,8 @@ from unittest import mock
 
 import torch
 
-from lab.benchmarks.links import FAULTS, STRENGTHS, Plant, judged, matrix, sentence
-from lab.benchmarks.run import Record, about, finish, parser
+from lab.benchmarks.links import FAULTS, STRENGTHS, Plant, judged, report
+from lab.benchmarks.run import Parser, Record, finish, seeds_of
 
 HEALTHY = 24
 _AFTER = 3
@@ -109,16 +108,14 @@ def main() -> int:
     from tests.world import World
 
     os.environ.update(ENVIRONMENT)  # for its workers on a machine without an accelerator
-    made = parser("engine_links", __doc__)
-    made.add_argument("--seeds", type=int, default=3, help="fresh seeds of each fault")
-    made.add_argument("--seed", type=int, action="append", help="these seeds instead")
+    made = Parser("engine_links", __doc__)
+    made.add_seeds(3, "fresh seeds of each fault")
     args = made.parse_args()
-    seeds = args.seed or [random.SystemRandom().randrange(2**20) for _ in range(args.seeds)]
     rows: list[Record] = []
-    for seed in seeds:
+    for seed in seeds_of(args):
         with World(1, timeout_s=7200) as world, tempfile.TemporaryDirectory() as folder:
             rows += world.run("lab.benchmarks.engine_links.measure", seed=seed, folder=folder)[0]
-    finish({**about("engine_links"), "rows": rows}, args.out, "engine_links", f"{matrix(rows)}\n\n{sentence(rows)}")
+    finish(args, {"rows": rows}, report(rows))
     return 0
 
 

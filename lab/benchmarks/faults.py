@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from gradloc.core import ranks
 from lab.benchmarks.actor import is_engine
-from lab.benchmarks.run import Record, digest, parser, write
+from lab.benchmarks.run import Parser, Record, digest, write
 from lab.output import table
 from tests.core.card import Card
 from tests.toy_model.faults import memory_is
@@ -406,7 +406,7 @@ def _drop_outdated(record: Record, trainer: str, core: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases that are not in the record, and print the table; the exit code is 1 if an outcome is bad."""
-    options = parser("faults", __doc__)
+    options = Parser("faults", __doc__)
     options.add_argument("--trainer", choices=TRAINERS, help="only this one")
     options.add_argument("--every", type=int, default=1, help="every Nth case (%(default)s)")
     options.add_argument("--kind", default="", help="kinds of fault that begin with this")

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure how many steps before an explosion each health rule warned, over logs of any trainers:
 
-python -m lab.benchmarks.lead LOG... [--json]
+python -m lab.benchmarks.lead LOG...
 """
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,17 +12,15 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
-from rich.table import Table
 
 from gradloc.explain.numbers import percent
 from gradloc.explain.text import plural
-from gradloc.record.store import plain
 from gradloc.report.logs import LoggedRun, Segment
 from gradloc.report.logs.segments import surviving
-from gradloc.report.pages import terminal
 from gradloc.report.runs.diagnosis import diagnose
 from gradloc.report.runs.health import HealthConfig, judge
 from gradloc.report.runs.run import read_logs
+from lab.output import table
 
 EXPLOSION = 10.0
 """Norm of an explosion, in multiples of the normal one."""
@@ -68,7 +65,7 @@ class RuleLead:
         ahead = f"{median(self.ahead):g} ({min(self.ahead)} to {max(self.ahead)})" if self.ahead else "–"
         warned = f"{len(self.ahead)} of {len(self.lucks)}"
         false = f"{self.num_false} in {self.num_steps:,} steps"
-        return [self.name, warned, ahead, percent(mean(self.lucks or [0.0]), 2), false, self.verdict]
+        return [f"`{self.name}`", warned, ahead, percent(mean(self.lucks or [0.0]), 2), false, self.verdict]
 
 
 def lead(runs: Sequence[LoggedRun]) -> tuple[list[RuleLead], list[tuple[str, int, float]]]:
@@ -114,26 +111,13 @@ def _num_false(faults: list[int], begins: list[int]) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", type=Path, nargs="+", metavar="LOG")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    args = parser.parse_args(argv)
-    runs = read_logs(args.paths).runs
+    runs = read_logs(parser.parse_args(argv).paths).runs
     rules, onsets = lead(runs)
-    rows = [rule.row for rule in rules if rule.num_steps]
-    if args.json:
-        print(json.dumps(plain({"runs": len(runs), "explosions": onsets, "rules": rows}), indent=2))
-        return
-    console = terminal.console()
-    console.print(
-        f"{plural(len(runs), 'run')}, {plural(sum(len(part.steps) for run in runs for part in run.parts), 'step')}, "
-        f"{plural(len(onsets), 'explosion')}; a rule warned of one when it found fault in the "
-        f"{HORIZON} steps before it."
-    )
-    table = Table(
-        "rule", "warned of", "steps ahead", "by luck", "false alarms", "verdict", box=None, padding=(0, 2, 0, 0)
-    )
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    steps = sum(len(part.steps) for run in runs for part in run.parts)
+    print(f"{plural(len(runs), 'run')}, {plural(steps, 'step')}, {plural(len(onsets), 'explosion')}\n")
+    print(table([("run", "explosion at step", "times the normal norm"), *((n, at, f"{x:.3g}") for n, at, x in onsets)]))
+    head = ("rule", "warned of", "steps ahead", "by luck", "false alarms", "verdict")
+    print("", table([head, *(rule.row for rule in rules if rule.num_steps)]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,15 +16,13 @@ import contextlib
 import copy
 import io
 import itertools
-import json
 import logging
-import os
+import multiprocessing
 import random
 import shutil
 import statistics
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradloc
-from lab.benchmarks.run import Record, about, finish, in_processes, parser
+from lab.benchmarks.run import Parser, Record, finish, in_processes, seeds_of
 from lab.experiments import verdict
 from lab.output import table
 
@@ -383,22 +381,15 @@ def read_events(folder: str) -> list[Record]:
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:
-    """Call a function in a forked process and return its result, which must be JSON."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            with open(theirs, "w") as file:
-                json.dump(function(), file)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(theirs)
-    with open(ours) as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return json.loads(text)
+    """Call a function in a forked process and return its result."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: theirs.send(function()))
+    child.start()
+    theirs.close()  # else a child that fails would be waited for
+    found = ours.recv()
+    child.join()
+    return found
 
 
 def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record:
@@ -512,6 +503,11 @@ def sentence(rows: list[Record]) -> str:
     )
 
 
+def report(rows: list[Record]) -> str:
+    """Return the confusion matrix, and how many events are right."""
+    return f"{matrix(rows)}\n\n{sentence(rows)}"
+
+
 def warned(rows: list[Record]) -> str:
     """Return how many early warnings healthy steps gave."""
     total, steps = sum(len(row["warnings"]) for row in rows), sum(row["steps"] for row in rows)
@@ -519,9 +515,8 @@ def warned(rows: list[Record]) -> str:
 
 
 def main() -> int:
-    made = parser("links", __doc__)
-    made.add_argument("--seeds", type=int, default=10, help="fresh seeds of each fault and model")
-    made.add_argument("--seed", type=int, action="append", help="these seeds instead")
+    made = Parser("links", __doc__)
+    made.add_seeds(10, "fresh seeds of each fault and model")
     made.add_argument("--model", choices=MODELS, action="append")
     made.add_argument("--fault", choices=FAULTS, action="append")
     made.add_argument("--healthy", type=int, help="steps without a fault, in place of faults")
@@ -535,25 +530,15 @@ def main() -> int:
     if args.keep:
         keep(args.keep, *(args.fault or ["token"])[:1], *(args.model or MODELS)[:1], *(args.seed or [3])[:1])
         return 0
-    fresh = random.SystemRandom()
     models = args.model or MODELS
-    rows: list[Record] = []
     if args.healthy:
-        count = max(args.healthy // 500, 1)
-        cells: list[Any] = [(models[i % len(models)], fresh.randrange(2**30), 500) for i in range(count)]
-        work: Any = warnings
+        args.seeds = max(args.healthy // (500 * len(models)), 1)
+        work, given, said = warnings, 500, warned
     else:
-        seeds = args.seed or [fresh.randrange(2**30) for _ in range(args.seeds)]
-        kinds = list(itertools.product(args.fault or FAULTS, (False, True)))
-        cells = [(model, seed, kinds) for model, seed in itertools.product(models, seeds)]
-        work = measure
-    for found in in_processes(work, cells, args.processes):
-        rows += found
-    if args.healthy:
-        text = warned(rows)
-    else:
-        text = f"{matrix(rows)}\n\n{sentence(rows)}"
-    finish({**about("links"), "rows": rows}, args.out, "links", text)
+        work, given, said = measure, list(itertools.product(args.fault or FAULTS, (False, True))), report
+    cells = [(model, seed, given) for model, seed in itertools.product(models, seeds_of(args))]
+    rows = [row for found in in_processes(work, cells, args.processes) for row in found]
+    finish(args, {"rows": rows}, said(rows))
     return 0
 
 

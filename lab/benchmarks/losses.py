@@ -40,17 +40,16 @@ class Outcome:
 def main() -> None:
     import verl
 
-    print(f"verl {verl.__version__}\n")
-    print("\n".join(rows()))
+    print(f"verl {verl.__version__}\n\n{markdown()}")
 
 
-def rows() -> list[str]:
-    """Return the lines of the table for the installed verl."""
+def markdown() -> str:
+    """Return the table for the installed verl."""
     lines = [["loss", "on a token", "largest gradient there", "on padding"]]
     for name, loss in {**policy_losses(), **kl_losses()}.items():
         token, padding = sweep(loss, TOKEN), sweep(loss, PADDING)
         lines.append([f"`{name}`", said(token), f"{token.largest:.2g}", said(padding)])
-    return table(lines).splitlines()
+    return table(lines)
 
 
 def said(outcome: Outcome) -> str:

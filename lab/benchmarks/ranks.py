@@ -16,7 +16,8 @@ import pickle
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ import gradloc
 from gradloc.core.probe import Prober
 from gradloc.core.ranks import Ranks
 from gradloc.watch.watch import Watch
-from lab.benchmarks.run import Record, about, finish, parser
+from lab.benchmarks.run import Parser, Record, finish
 from lab.output import table
 from tests.toy_model.model import build
 from tests.world import World
@@ -56,10 +57,6 @@ class PlayedRanks(Ranks):
     def _note(self, sent: int, received: int) -> None:
         self.counts.update(messages=1, sent=sent, received=received)
 
-    def _note_padded(self, *messages: bytes) -> None:
-        longest = max(map(len, messages))  # torch pads what it gathers
-        self._note(longest, self.size * longest)
-
     def _both(self, value: Any) -> list[Any]:
         found = [None, None]
         dist.all_gather_object(found, value)
@@ -71,12 +68,7 @@ class PlayedRanks(Ranks):
         if op == dist.ReduceOp.MAX:
             return [max(pair) for pair in zip(first, other, strict=True)]
         if len(values) >= self.size:  # a number of each rank in a place of its own
-            others = self.size - 1
-            return (
-                [first[at] if at % self.size == 0 else other[at - at % self.size + 1] for at in range(len(values))]
-                if others
-                else first
-            )
+            return [first[at] if at % self.size == 0 else other[at - at % self.size + 1] for at in range(len(values))]
         return [mine + (self.size - 1) * theirs for mine, theirs in zip(first, other, strict=True)]
 
     def _sum_watched(self, has_failed: bool) -> float:
@@ -85,15 +77,13 @@ class PlayedRanks(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         first, other = (pickle.dumps(each) for each in self._both(value))
-        self._note_padded(first, other)
+        longest = max(len(first), len(other))  # torch pads what it gathers
+        self._note(longest, self.size * longest)
         return [pickle.loads(first), *(pickle.loads(other) for _ in range(self.size - 1))]
 
     def gather_first(self, value: Any) -> list[Any] | None:
-        first, other = (pickle.dumps(each) for each in self._both(value))
-        self._note_padded(first, other)
-        if not self.is_first:
-            return None
-        return [pickle.loads(first), *(pickle.loads(other) for _ in range(self.size - 1))]
+        found = self.gather(value)
+        return found if self.is_first else None
 
     def broadcast_from(self, rank: int, value: Any) -> Any:
         found = self._both(value)[min(rank, 1)]
@@ -134,8 +124,8 @@ def _train(size: int, folder: str, settings: dict[str, Any]) -> tuple[list[float
         mock.patch("gradloc.watch.watch.host_group", lambda: None),
     ):
         watch = gradloc.Watch(model, optimizer, folder, **settings)
-    meter, norms, found = _Meter(), [], {}
-    with meter:
+    norms, found = list[float](), {}
+    with _metered() as seconds:
         for name in STEPS:
             weights = torch.ones(MICRO_BATCHES, ROWS, T)
             if name.startswith("all tokens"):
@@ -151,9 +141,9 @@ def _train(size: int, folder: str, settings: dict[str, Any]) -> tuple[list[float
                 )
                 (-(log_probs * weight).mean() / MICRO_BATCHES).backward()
             watch.ranks.counts.clear()
-            meter.seconds = 0.0
+            seconds.clear()
             norms.append(float(watch.clip_grad_norm_(1.0)))
-            found[name] = {"host_s": meter.seconds, **watch.ranks.counts}
+            found[name] = {"host_s": sum(seconds), **watch.ranks.counts}
             found[name] |= {
                 key: watch.metrics.get(f"gradloc/{key}", 0.0) for key in ("spikes", "culprits", "explained")
             }
@@ -162,33 +152,25 @@ def _train(size: int, folder: str, settings: dict[str, Any]) -> tuple[list[float
     return norms, found
 
 
-class _Meter:
-    """Counts processor time of checked steps, less that of the model's passes."""
+@contextmanager
+def _metered() -> Iterator[list[float]]:
+    """Yield a list to which every checked step adds its processor time, and every pass of the model minus its own."""
+    seconds: list[float] = []
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._patches = [mock.patch.object(Watch, "check_step", self._timed(Watch.check_step, 1.0))]
-        self._patches.append(
-            mock.patch.object(Prober, "_run_on_all_ranks", self._timed(Prober._run_on_all_ranks, -1.0))
-        )
+    def timed(owner: type, name: str, sign: float) -> Any:
+        method = getattr(owner, name)
 
-    def _timed(self, method: Callable, sign: float) -> Callable:
-        def timed(*given: Any) -> Any:
+        def run(*given: Any) -> Any:
             started = time.process_time()
             try:
                 return method(*given)
             finally:
-                self.seconds += sign * (time.process_time() - started)
+                seconds.append(sign * (time.process_time() - started))
 
-        return timed
+        return mock.patch.object(owner, name, run)
 
-    def __enter__(self) -> None:
-        for patch in self._patches:
-            patch.start()
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+    with timed(Watch, "check_step", 1.0), timed(Prober, "_run_on_all_ranks", -1.0):
+        yield seconds
 
 
 def num_sockets() -> int:
@@ -218,7 +200,7 @@ def markdown(record: Record) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table and write ``ranks.json``; the exit code is 1 if 512 ranks exceed :data:`LIMIT_S`."""
-    options = parser("ranks", __doc__)
+    options = Parser("ranks", __doc__)
     options.add_argument("--ranks", type=int, nargs="*", default=SIZES, help="how many (%(default)s)")
     parsed = options.parse_args(arguments)
     found: Record = {}
@@ -227,8 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
             found[str(size)] = world.run("lab.benchmarks.ranks.play", size=size, folder=f"{folder}/{size}")[0]
     with World(4, preloaded=()) as world:
         sockets = world.run("lab.benchmarks.ranks.num_sockets")
-    record = {**about("ranks", arguments), "ranks": found, "sockets_of_four": sockets}
-    finish(record, parsed.out, "ranks", markdown(record))
+    record = {"ranks": found, "sockets_of_four": sockets}
+    finish(parsed, record, markdown(record))
     return int(any(each["host_s"] > LIMIT_S for name, each in found.get("512", {}).items()))
 
 

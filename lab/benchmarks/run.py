@@ -7,10 +7,11 @@ import hashlib
 import multiprocessing
 import os
 import platform
+import random
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -36,37 +37,50 @@ class _Bare(ast.NodeTransformer):
         return None if is_text else node
 
 
-def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the argument parser of ``lab.benchmarks.<name>``, with the output folder ``--out``."""
-    made = argparse.ArgumentParser(prog=f"python -m lab.benchmarks.{name}", description=(doc or "").split("\n")[0])
-    made.add_argument("--out", type=Path, default=REPO / "runs" / "benchmarks" / name.rpartition(".")[2])
-    return made
+class Parser(argparse.ArgumentParser):
+    """The argument parser of ``lab.benchmarks.NAME``, with the output folder ``--out``.
+
+    What it returns also has the benchmark's ``name``, and the ``command`` that repeats this run, without ``--out``.
+    """
+
+    def __init__(self, name: str, doc: str | None):
+        super().__init__(prog=f"python -m lab.benchmarks.{name}", description=(doc or "").split("\n")[0])
+        self.add_argument("--out", type=Path, default=REPO / "runs" / "benchmarks" / name)
+        self.set_defaults(name=name)
+
+    def add_seeds(self, count: int, about: str) -> None:
+        """Add the options ``--seeds``, a number of fresh ones, and ``--seed``; see :func:`seeds_of`."""
+        self.add_argument("--seeds", type=int, default=count, help=about)
+        self.add_argument("--seed", type=int, action="append", help="these seeds instead")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        parsed = super().parse_args(given, namespace)
+        if "--out" in given:
+            at = given.index("--out")
+            del given[at : at + 2]
+        parsed.command = shlex.join([*self.prog.split(), *given])
+        return parsed
 
 
-def as_typed(name: str, arguments: list[str] | None = None) -> str:
-    """Return the command that repeats this run of ``lab.benchmarks.<name>``, without ``--out``."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--out" in given:
-        at = given.index("--out")
-        del given[at : at + 2]
-    return shlex.join(["python", "-m", f"lab.benchmarks.{name}", *given])
+def seeds_of(parsed: argparse.Namespace, times: int = 1) -> list[int]:
+    """Return the given seeds, else ``times`` as many fresh ones as asked for."""
+    fresh = random.SystemRandom()
+    return parsed.seed or [fresh.randrange(2**28) for _ in range(times * parsed.seeds)]
 
 
 def in_processes(work: Callable[..., Any], cells: Sequence[tuple[Any, ...]], processes: int = 2) -> Iterator[Any]:
     """Yield ``work(*cell)`` of each cell as it ends, computed in spawned processes, and show a bar."""
     from tqdm import tqdm  # imported here, since the GPU's benchmark needs torch alone
 
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from tqdm(pool.imap_unordered(partial(_call, work), cells), total=len(cells))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for done in tqdm(as_completed([pool.submit(work, *cell) for cell in cells]), total=len(cells)):
+            yield done.result()
 
 
-def _call(work: Callable[..., Any], cell: tuple[Any, ...]) -> Any:
-    return work(*cell)
-
-
-def about(name: str, arguments: list[str] | None = None) -> Record:
+def about(parsed: argparse.Namespace) -> Record:
     """Return what every record says of its origin: the command, the code, the machine."""
-    return {"command": as_typed(name, arguments), "core_sha256": digest(), "machine": MACHINE}
+    return {"command": parsed.command, "core_sha256": digest(), "machine": MACHINE}
 
 
 def write(record: Record, out: Path, name: str) -> None:
@@ -75,8 +89,9 @@ def write(record: Record, out: Path, name: str) -> None:
     write_json(out / f"{name}.json", record)
 
 
-def finish(record: Record, out: Path, name: str, text: str) -> None:
-    """Write the record and its tables, ``text``, and print the tables."""
-    write(record, out, name)
-    (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+def finish(parsed: argparse.Namespace, record: Record, text: str, name: str = "") -> None:
+    """Write the record with its origin and its tables, ``text``, and print the tables; ``name`` of other files."""
+    name = name or parsed.name
+    write({**about(parsed), **record}, parsed.out, name)
+    (parsed.out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -13,7 +13,7 @@ import itertools
 
 from tqdm import tqdm
 
-from lab.benchmarks.run import Record, about, finish, parser
+from lab.benchmarks.run import Parser, Record, finish
 from lab.output import table
 from tests.world import World
 
@@ -78,11 +78,11 @@ def markdown(rows: list[Record]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure all cells, print the table and what does not hold; the exit code is 1 if something does not."""
-    options = parser("unrepeatable", __doc__)
+    options = Parser("unrepeatable", __doc__)
     options.add_argument("--seeds", type=int, default=3, help="batches and noises per cell (%(default)s)")
     parsed = options.parse_args(arguments)
     rows = measure(parsed.seeds)
-    finish({**about("unrepeatable", arguments), "rows": rows}, parsed.out, "unrepeatable", markdown(rows))
+    finish(parsed, {"rows": rows}, markdown(rows))
     wrong = [f"{row}: {'; '.join(problems(row))}" for row in rows if problems(row)]
     if wrong:
         raise SystemExit("\n".join(wrong))

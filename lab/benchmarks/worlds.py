@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from lab.benchmarks.run import REPO, Record, about, finish, in_processes, parser
+from lab.benchmarks.run import REPO, Parser, Record, finish, in_processes
 from lab.output import table
 
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -383,7 +383,7 @@ def markdown(rows: Sequence[Record]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Draw seeds, search their worlds, print a table, and keep the failed seeds; return the exit code."""
-    options = parser("worlds", __doc__)
+    options = Parser("worlds", __doc__)
     options.add_argument("--worlds", type=int, default=200)
     options.add_argument("--precision", choices=PRECISIONS, help="of all worlds (default: drawn)")
     options.add_argument("--seed", type=int, action="append", help="this world (repeatable)")
@@ -395,7 +395,7 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.again:
         seeds = [each["seed"] for each in known]
     rows = measure(seeds, parsed.precision)
-    finish({**about("worlds", arguments), "rows": rows}, parsed.out, "worlds", markdown(rows))
+    finish(parsed, {"rows": rows}, markdown(rows))
     failed = [row for row in rows if row["problems"]]
     for row in failed:
         print({name: row[name] for name in ("seed", "precision", "plant", "count", "problems")}, file=sys.stderr)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from gradloc.core.memory_plans import PLANS
 from lab.benchmarks.gpu import cells, forecast
 from lab.benchmarks.gpu.cells import MODELS, PLANTS, Bench, attended, attentions
-from lab.benchmarks.run import about, parser, write
+from lab.benchmarks.run import Parser, about, write
 from lab.output import table
 
 PARTS = ("first", "room", "mask", "syncs", "two", "cells")
@@ -73,7 +73,7 @@ def _on(bench: Callable[[], Bench], measure: Callable[..., dict[str, Any]], *giv
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure all parts; write each cell as it comes."""
-    options = parser("gpu", __doc__)
+    options = Parser("gpu", __doc__)
     add = options.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--size", choices=MODELS, default="0.5B")
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = _join(parsed.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    run: dict[str, Any] = {**about("gpu", arguments), "device": name, "versions": versions, "cells": []}
+    run: dict[str, Any] = {**about(parsed), "device": name, "versions": versions, "cells": []}
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     for part in parsed.parts:
         for name, measure in cells_of(part, parsed, device):

@@ -67,13 +67,13 @@ def clean(pool: Callable[[int], Maker], cases: int) -> Iterator[tuple[str, str]]
         yield name, judge(maker.healthy(*PRECISIONS[name]).columns()).name
 
 
-def kinds_table() -> list[str]:
+def kinds_table() -> str:
     """Return the table of the kinds for docs/mismatch.md."""
     rows = [(name.replace("_", " "), k.shows, k.helps, k.threads) for name, k in TABLE.items()]
-    return table([("kind", "fingerprint", "what helps", "public threads"), *rows]).splitlines()
+    return table([("kind", "fingerprint", "what helps", "public threads"), *rows])
 
 
-def markdown(record: dict) -> list[str]:
+def markdown(record: dict) -> str:
     """Return the table of results for docs/mismatch.md."""
     rows = [("true kind", "named right", "otherwise named")]
     for kind in KINDS:
@@ -81,7 +81,7 @@ def markdown(record: dict) -> list[str]:
         by_count = sorted(found.items(), key=lambda named: -named[1])  # a record's names are in their own order
         others = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in by_count if name != kind)
         rows.append((kind.replace("_", " "), f"{found.get(kind, 0)} of {sum(found.values())}", others or "–"))
-    return table(rows).splitlines()
+    return table(rows)
 
 
 def picture(pool: Path, target: Path) -> None:
@@ -124,7 +124,7 @@ def main() -> None:
     if not args.pools and not args.kinds:
         parser.error("name a pool, or --kinds")
     if args.kinds:
-        print("\n".join(kinds_table()))
+        print(kinds_table())
         return
     if args.picture:
         picture(args.pools[0], args.picture)
@@ -143,7 +143,7 @@ def main() -> None:
         },
     }
     record["outcome_of_pairs"] = outcome(record["pairs"])
-    print("\n".join(markdown(record)))
+    print(markdown(record))
     print(json.dumps({name: record[name] for name in ("pairs", "outcome_of_pairs", "clean")}, indent=1))
     if args.output:
         write_json(args.output, record)

@@ -9,12 +9,11 @@ A run that was stopped goes on with ``--resume``. Packages that are not installe
 """
 
 import json
-import random
 import sys
 from collections import Counter
 from pathlib import Path
 
-from lab.benchmarks.run import about, finish, in_processes, parser, write
+from lab.benchmarks.run import Parser, about, finish, in_processes, seeds_of, write
 from lab.benchmarks.spikes.collection import KINDS, models_of
 from lab.benchmarks.spikes.natural import NATURAL
 from lab.benchmarks.spikes.scoring import measure, picture, report
@@ -22,11 +21,8 @@ from lab.benchmarks.spikes.tools import TOOLS
 
 
 def main() -> int:
-    made = parser("spikes", __doc__)
-    made.add_argument(
-        "--seeds", type=int, default=2, help="fresh seeds of each planted kind and model; twice of natural ones"
-    )
-    made.add_argument("--seed", type=int, action="append", help="these seeds instead")
+    made = Parser("spikes", __doc__)
+    made.add_seeds(2, "fresh seeds of each planted kind and model; twice of natural ones")
     made.add_argument("--kind", choices=[*KINDS, *NATURAL], action="append")
     made.add_argument("--tool", choices=TOOLS, action="append")
     made.add_argument("--processes", type=int, default=2)
@@ -47,20 +43,16 @@ def main() -> int:
         (kind, model, seed, tools)
         for kind in args.kind or [*KINDS, *NATURAL]
         for model in models_of(kind)
-        for seed in (args.seed or _fresh_seeds(args.seeds * (1 + (kind in NATURAL))))[done[kind, model] :]
+        for seed in seeds_of(args, 1 + (kind in NATURAL))[done[kind, model] :]
     ]
-    record = {**about("spikes"), "versions": versions, "settings": settings}
+    record = {"versions": versions, "settings": settings, "rows": rows}
     for found in in_processes(measure, cells, args.processes):
         rows.append(found)
-        write({**record, "rows": rows}, args.out, "spikes")
+        write({**about(args), **record}, args.out, "spikes")
     order = [*KINDS, *NATURAL]
     rows.sort(key=lambda row: (order.index(row["kind"]), row["model"], row["seed"]))
-    finish({**record, "rows": rows}, args.out, "spikes", report(rows))
+    finish(args, record, report(rows))
     return 0
-
-
-def _fresh_seeds(count: int) -> list[int]:
-    return [random.SystemRandom().randrange(2**30) for _ in range(count)]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import contextlib
 import io
 import logging
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from lab.benchmarks.links import HEALTHY, Plan
 from lab.benchmarks.run import Record
 from lab.benchmarks.spikes.collection import AFTER, KINDS, TIMES, Kind, Truth, spike_of
 from lab.benchmarks.spikes.natural import NATURAL, STEPS, first_spike, measured_truth
-from lab.benchmarks.spikes.tools import TOOLS, Answer, Bisection, GradLoc, Tool, TrainScope, cleared, scratch
+from lab.benchmarks.spikes.tools import TOOLS, Answer, Bisection, GradLoc, Tool, TrainScope
 from lab.output import table
 
 ALONE = (GradLoc, Bisection, TrainScope)
@@ -54,23 +55,21 @@ def measure_plan(kind: str, plan: Plan, tools: Sequence[str]) -> Record:
     classes = [TOOLS[name] for name in tools]
     groups = [[each] for each in classes if each in ALONE] + [[each for each in classes if each not in ALONE]]
     for group in filter(None, groups):
-        folders = [scratch() for _ in group]
-        attached = [each(folder) for each, folder in zip(group, folders, strict=True)]
-        norms, seconds, run = _run(kind, plan, True, attached, HEALTHY + AFTER if spike is None else spike + AFTER)
-        row["spike"] = spike = spike if is_natural else spike_of(norms, before)
-        if spike is None:
-            cleared(folders)
-            return row
-        for tool in attached:
-            answer = tool.answer(run, spike)
-            extra = seconds[spike] - statistics.median(seconds[step] for step in MEASURED)
-            first = spike if is_natural else HEALTHY
-            found = score(truth or run.truth, answer, spike, first) | {"answer": vars(answer)}
-            if len(group) == 1:
-                prices = [seconds[step] / usual_s[step] - 1 for step in MEASURED]
-                found |= {"price": statistics.median(prices), "seconds": max(extra, 0.0)}
-            row["answers"][tool.name] = found
-        cleared(folders)
+        with tempfile.TemporaryDirectory(prefix="spikes-", ignore_cleanup_errors=True) as folder:
+            attached = [each(Path(tempfile.mkdtemp(dir=folder))) for each in group]
+            norms, seconds, run = _run(kind, plan, True, attached, HEALTHY + AFTER if spike is None else spike + AFTER)
+            row["spike"] = spike = spike if is_natural else spike_of(norms, before)
+            if spike is None:
+                return row
+            for tool in attached:
+                answer = tool.answer(run, spike)
+                extra = seconds[spike] - statistics.median(seconds[step] for step in MEASURED)
+                first = spike if is_natural else HEALTHY
+                found = score(truth or run.truth, answer, spike, first) | {"answer": vars(answer)}
+                if len(group) == 1:
+                    prices = [seconds[step] / usual_s[step] - 1 for step in MEASURED]
+                    found |= {"price": statistics.median(prices), "seconds": max(extra, 0.0)}
+                row["answers"][tool.name] = found
     return row
 
 

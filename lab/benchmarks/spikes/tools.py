@@ -8,10 +8,7 @@ find. To add a tool, write a subclass of :class:`Tool` and list it in :data:`TOO
 """
 
 import math
-import shutil
 import statistics
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -255,21 +252,11 @@ class _Ranked(Tool):
         raise NotImplementedError
 
     def answer(self, run: Kind, spike: int) -> Answer:
-        scored = self.scored[spike]
-        flat = torch.cat([each.flatten() for each in scored])
-        first = flat.topk(min(3, len(flat))).indices.tolist()
-        tokens = [place(scored, index) for index in first]
+        scored = torch.stack(self.scored[spike])
+        first = scored.flatten().topk(min(3, scored.numel())).indices
+        tokens = [*map(tuple, torch.stack(torch.unravel_index(first, scored.shape), 1).tolist())]
         rows = [*dict.fromkeys((number, row) for number, row, _ in tokens)]
         return Answer(spike, "batch", rows, tokens, num_accused=1)
-
-
-def place(scored: Sequence[torch.Tensor], index: int) -> tuple[int, int, int]:
-    """Return the micro-batch, the row and the position of an index into all micro-batches' flattened tokens."""
-    for number, each in enumerate(scored):
-        if index < each.numel():
-            return number, *divmod(index, each.shape[1])
-        index -= each.numel()
-    raise IndexError(index)
 
 
 class LargestLoss(_Ranked):
@@ -319,14 +306,3 @@ TOOLS: dict[str, type[Tool]] = {
     )
 }
 """Every tool, by name."""
-
-
-def scratch() -> Path:
-    """Return a new folder for one tool."""
-    return Path(tempfile.mkdtemp(prefix="spikes-"))
-
-
-def cleared(folders: Sequence[Path]) -> None:
-    """Remove these folders."""
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)

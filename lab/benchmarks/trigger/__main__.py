@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from lab.benchmarks.run import REPO, about, finish, parser
+from lab.benchmarks.run import REPO, Parser, finish
 from lab.benchmarks.trigger import series
 from lab.benchmarks.trigger.rules import RULES, Rule
 from lab.benchmarks.trigger.series import Maker
@@ -35,12 +35,12 @@ BACK = 1.5  # factor within which a threshold counts as restored
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write the record."""
-    options = parser("trigger", __doc__)
+    options = Parser("trigger", __doc__)
     options.add_argument("--seeds", type=int, default=100, help="generated series of each kind (default: %(default)s)")
     options.add_argument("--series", type=Path, default=REPO / "docs" / "series", help="folder of real series")
     parsed = options.parse_args(arguments)
     run = measure(parsed.seeds, sorted(parsed.series.glob("*.json")))
-    finish({**about("trigger", arguments), **run}, parsed.out, "trigger", markdown(run))
+    finish(parsed, run, markdown(run))
     return 0
 
 
