@@ -57,7 +57,7 @@ repo_checks/test_pages loop/test_localizer mismatch/test_bugs mismatch/test_colu
 report/logs/test_collection report/logs/test_given report/logs/test_made report/pages/test_document
 report/pages/test_page reward/test_answers reward/test_pool search/test_auto search/test_step_causes
 search/test_candidates search/test_cost search/test_cures search/test_find search/test_method search/test_overflow
-search/test_share search/test_unrepeatable notify/test_notify watch/test_demo watch/test_harmless watch/test_price
+search/test_share search/test_unrepeatable notify/test_notify watch/test_demo watch/test_price
 watch/test_ranks watch/test_semantics watch/test_words
 """
 """Modules that need no verl and yet take most of the time of those that do not: `make quick` is to take a minute."""

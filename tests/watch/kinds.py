@@ -351,6 +351,20 @@ class Llava(Kind):
         return self.model(input_ids=torch.cat([places, ids], 1), pixel_values=pixels).logits[:, 4:]
 
 
+class Pretrained(Kind):
+    """SmolLM2-135M-Instruct, which is fetched if need be."""
+
+    settings = {"trigger": {"tau": 4000.0}}
+
+    def build(self):
+        from transformers import AutoModelForCausalLM
+
+        from lab.experiments.environment import CACHE
+        from lab.experiments.llm.build import build
+
+        return AutoModelForCausalLM.from_pretrained(build(CACHE, print) / "model", dtype=torch.float32)
+
+
 class Lora(Kind):
     needs = ("transformers", "peft")
 
@@ -950,15 +964,21 @@ class Replicated(Ranked):
         return DDP(super().build())
 
 
-class ReplicatedOnce(Replicated):
+class Once:
     """The sum over ranks comes with the last micro-batch."""
 
     def step(self, ids, weight):
         for part in range(len(ids)):
-            is_last = part == len(ids) - 1
-            with contextlib.nullcontext() if is_last else self.model.no_sync():
+            with self.summing(part == len(ids) - 1):
                 self.loss(ids[part, None], weight[part, None]).backward()
         self.take_step()
+
+    def summing(self, is_last):
+        return contextlib.nullcontext() if is_last else self.model.no_sync()
+
+
+class ReplicatedOnce(Once, Replicated):
+    pass
 
 
 class ReplicatedLater(Ranked):
@@ -983,6 +1003,12 @@ class Sharded(Ranked):
         for layer in model.model.layers:
             fully_shard(layer, **self.policies())
         return fully_shard(model, **self.policies())
+
+
+class ShardedOnce(Once, Sharded):
+    def summing(self, is_last):
+        self.model.set_requires_gradient_sync(is_last)
+        return contextlib.nullcontext()
 
 
 class ShardedOffloaded(Sharded):
@@ -1029,6 +1055,10 @@ class ShardedFlat(Ranked):
     def result(self):
         with FSDP1.summon_full_params(self.model):
             return super().result()
+
+
+class ShardedFlatOnce(Once, ShardedFlat):
+    pass
 
 
 def on_ranks(name: str, **given: Any) -> dict[str, Any]:

@@ -30,8 +30,8 @@ TAU = {"trigger": {"tau": 20.0}}
 WORTH = 4000.0
 
 
-def model_of(layout: str, dropout: float = 0.0) -> torch.nn.Module:
-    model: Any = build("tiny", dropout=dropout)
+def model_of(layout: str) -> torch.nn.Module:
+    model: Any = build("tiny")
     if layout.startswith("ddp"):
         model = DDP(model)
     elif layout.startswith("fsdp2"):
@@ -150,19 +150,6 @@ class Loop:
                 weight[PLANT] = worth
             self.step(*(values.chunk(self.size)[self.rank] for values in (ids, mask, weight)), **given)
         return self
-
-
-def train(
-    folder: str = "",
-    action: str = "observe",
-    layout: str = "plain",
-    precision: str = "float32",
-    worth: float = WORTH,
-) -> dict[str, Any]:
-    """A loop with dropout on this rank: weights (flat, whole) and norms."""
-    model = model_of(layout, dropout=0.1)
-    made = Loop(folder, action, layout, precision, model=model, **TAU).run(worth=worth)
-    return {"weights": flat(made.model), "norms": made.norms}
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:

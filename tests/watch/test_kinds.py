@@ -18,16 +18,15 @@ import torch
 
 from gradloc.watch.taps import ModelTap
 from tests.watch import kinds
-from tests.watch.test_harmless import named
 from tests.world import World
-from tests.world.events import events_in
+from tests.world.events import events_in, named
 
 OF_ALL = [each for each in vars(kinds).values() if isinstance(each, type) and issubclass(each, kinds.Kind)]
 RANKED = [each for each in OF_ALL if issubclass(each, kinds.Ranked) and each is not kinds.Ranked]
 ALONE = [each for each in OF_ALL if not issubclass(each, kinds.Ranked)]
 SLOW = {kinds.CompiledOutside, kinds.CompiledInside, kinds.CompiledLayers, kinds.LightningByValue}
-SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.Scaled, kinds.Replicated}
-SLOW |= {kinds.ShardedFlat, kinds.CompiledOwn, kinds.ShardedHead, kinds.ShardedOffloaded}
+SLOW |= {kinds.RecomputedReentrant, kinds.StockWeighted, kinds.Replicated, kinds.CompiledOwn, kinds.ShardedHead}
+SLOW |= {kinds.Pretrained, kinds.ShardedOffloaded, kinds.ShardedOnce, kinds.ShardedFlatOnce}
 pytestmark = pytest.mark.full
 
 

@@ -4,7 +4,6 @@
 import copy
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +11,10 @@ import torch
 import gradloc
 from gradloc import token_log_probs
 from gradloc.watch.forwarded import frozen
-from lab.experiments.environment import CACHE
-from tests.detached import let_through
 from tests.toy_model.model import build
-from tests.watch import pretrained
-from tests.watch.loops import PLANT, SPIKE, TAU, WORTH, Loop, T, batches, flat, train
-from tests.watch.test_harmless import named
+from tests.watch.loops import PLANT, SPIKE, TAU, WORTH, Loop, T, batches, flat
 from tests.world import DEVICE
-from tests.world.events import events_in
+from tests.world.events import events_in, named
 
 
 def both(kind, tmp_path, **given):
@@ -41,30 +36,6 @@ def test_a_culprit_has_its_answer_s_reward(tmp_path):
     event, _ = both(Rewarded, tmp_path)
     ids = [ids for ids, _ in batches(SPIKE)][-1]
     assert event["culprits"][0]["reward"] == float(ids[PLANT[0], 0])
-
-
-class Answering(torch.nn.Module):
-    """A model that returns log-probs itself, as TRL's do."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(7)
-        self.inner = build("tiny")
-
-    def forward(self, x):
-        return SimpleNamespace(log_probs=token_log_probs(self.inner(x[:, :-1], T), x[:, 1:]))
-
-
-def test_of_a_model_that_returns_log_probs_nothing_needs_to_be_recovered(tmp_path):
-    class Asking(Loop):
-        def __init__(self, *given, **more):
-            super().__init__(*given, model=Answering(), **more)
-
-        def micro_batch(self, x, mask, weight):
-            (-(self.model(x).log_probs * mask * weight).sum() / 96).backward()
-
-    _, observed = both(Asking, tmp_path)
-    assert observed.watch.localizer.num_failures == 0
 
 
 class Varying(Loop):
@@ -165,56 +136,12 @@ class Grpo(Loop):
         (-(weight * (now - old).exp() * mask).sum() / 96).backward()
 
 
-class Distilled(Loop):
-    """The squared distance from a teacher's log-prob; the planted token's is far."""
-
-    most = 100.0
-
-    def micro_batch(self, x, mask, weight):
-        self.of_gap((-4.0 - self.log_probs(x, mask)) * weight.clamp(max=self.most) * mask)
-
-    def of_gap(self, gap):
-        (gap.square().sum() / 96).backward()
-
-
-class DistilledK3(Distilled):
-    """Schulman's estimate of the divergence from it."""
-
-    most = 12.0
-
-    def of_gap(self, gap):
-        ((gap.exp() - 1 - gap).sum() / 96).backward()
-
-
-class Dpo(Loop):
-    """Preference pairs, both halves in one forward; the planted token's log-prob counts for many."""
-
-    def micro_batch(self, x, mask, weight):
-        kept, now = weight != 0, self.log_probs(x, mask)
-        gain = (let_through(kept, now) - now.detach()) * weight.masked_fill(~kept, WORTH) * mask
-        chosen, rejected = gain.sum(-1)
-        (-torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)) / 4).backward()
-
-
-KINDS = [Varying, Ungraphed, Evaluating, Failing, Dropping, Late, Smoothed, Undeclared]
-KINDS += [Grpo, Distilled, DistilledK3, Dpo]
+KINDS = [Varying, Ungraphed, Evaluating, Failing, Dropping, Late, Smoothed, Undeclared, Grpo]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_a_loop_may_do(kind, tmp_path):
     both(kind, tmp_path)
-
-
-@pytest.mark.slow
-def test_so_it_is_on_a_pretrained_model(tmp_path):
-    folder = pretrained.folder(CACHE)
-
-    class OnPretrained(Loop):
-        def __init__(self, *given, **more):
-            more["trigger"] = {"tau": 800.0}
-            super().__init__(*given, model=pretrained.Pretrained(folder), **more)
-
-    both(OnPretrained, tmp_path)
 
 
 def test_several_optimizer_steps_on_a_batch(tmp_path):
@@ -502,7 +429,7 @@ def test_half_precision_logits_are_not_held_in_float32():
 
 
 def test_off_calls_the_loop_s_own_alone(tmp_path):
-    assert train(action="off", folder=str(tmp_path))["norms"] == train()["norms"]
+    assert Loop(tmp_path, "off").run().norms == Loop().run().norms
     assert not list(tmp_path.iterdir())
 
 

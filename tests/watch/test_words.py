@@ -14,9 +14,8 @@ from gradloc.explain.next_step import next_step
 from gradloc.record import Event
 from gradloc.record.reading import read
 from tests.toy_model.model import build
-from tests.watch.test_harmless import named
 from tests.world import DEVICE
-from tests.world.events import events_in
+from tests.world.events import events_in, named
 
 R, S = 8, 17
 

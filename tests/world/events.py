@@ -31,6 +31,11 @@ def events_in(run: str | Path) -> list[dict[str, Any]]:
     return read_events(Path(run, "gradloc"))
 
 
+def named(event: dict[str, Any]) -> list[tuple[int, int]]:
+    """Row and position of every token that is named."""
+    return [(culprit["row"], position) for culprit in event["culprits"] for position in culprit["positions"]]
+
+
 def validate(name: str, document: dict[str, Any]) -> None:
     """Raise when a document does not follow its published schema."""
     error = jsonschema.exceptions.best_match(_validator(name).iter_errors(document))
