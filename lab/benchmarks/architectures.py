@@ -20,8 +20,8 @@ import yaml
 from tqdm import tqdm
 
 import gradloc
-from lab.benchmarks.links import read_events
 from lab.benchmarks.run import Parser, finish
+from lab.experiments.verdict import read_events
 
 ROWS, LENGTH, MICRO_BATCHES, VOCABULARY = 2, 10, 3, 64
 STEPS, SPIKE, PLACE = 7, 6, (2, 4)
@@ -100,7 +100,7 @@ def train(family: str, worth: float = 1.0, rate: float = 1.0, folder: str = "", 
         optimizer.step()
         if number == SPIKE:
             weights = torch.cat([param.detach().flatten() for param in model.parameters()])
-    events = read_events(folder) if folder else []
+    events = read_events(Path(folder)) if folder else []
     return Run(norms, weights, [event for event in events if event["step"]["global_step"] == SPIKE])
 
 

@@ -36,7 +36,7 @@ from torch import nn
 
 import gradloc
 from lab.benchmarks.run import Parser, Record, finish, in_processes, seeds_of
-from lab.experiments import verdict
+from lab.experiments.verdict import read_events
 from lab.output import table
 
 MODELS = ("gpt", "llama")
@@ -341,7 +341,7 @@ def measure(model: str, seed: int, kinds: Sequence[tuple[str, bool]]) -> list[Re
             norms, events = list[float](), list[Record]()
             for _ in range((_SPREAD if is_gradual else 1) + _AFTER):
                 norms.append(run.take())
-                events = [each for each in read_events(f"{folder}/run") if each["step"]["global_step"] > HEALTHY]
+                events = [each for each in read_events(Path(folder, "run")) if each["step"]["global_step"] > HEALTHY]
                 if fault and not all(map(is_natural, events)):
                     break
             return norms, events
@@ -373,11 +373,6 @@ def keep(folder: Path, fault: str, model: str, seed: int) -> None:
     for _ in range(HEALTHY + _SPREAD):
         run.take()
     run.watch.close()
-
-
-def read_events(folder: str) -> list[Record]:
-    """Return the events that a watch wrote to this folder."""
-    return verdict.read_events(Path(folder, "gradloc", "events.jsonl"))
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:

@@ -2,16 +2,12 @@
 """Run an experiment that has arms, every arm with every seed, and summarize the runs.
 
 Each run has its own folder, `SUITE_DIR/ARM` or `SUITE_DIR/ARM-seedN`, with the same files as a single experiment's run.
-`SUITE_DIR/suite.json` lists the runs and how each ended; the experiment's summary reads it. Standard library only,
-except for figures.
+`SUITE_DIR/suite.json` lists the runs and how each ended; `summaries` reads it. Standard library only.
 """
 
-import argparse
-import contextlib
 import itertools
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Any
 
 from lab.experiments.catalog import Arm, Experiment
 from lab.experiments.errors import ExperimentError, UsageError
-from lab.output import table, write_json
+from lab.output import write_json
 
 RECORD = "suite.json"
 
@@ -116,7 +112,8 @@ def run(
         say(f"failed: {', '.join(failed)}")
     if not experiment.summary_module:
         return int(bool(failed))
-    summary = subprocess.run([python, "-m", experiment.summary_module, str(folder)], check=False)
+    command = [python, "-m", "lab.experiments.summaries", experiment.summary_module, str(folder)]
+    summary = subprocess.run(command, check=False)
     return int(bool(failed) or summary.returncode != 0)
 
 
@@ -171,82 +168,3 @@ def clock(seconds: float) -> str:
 
 def say(text: str) -> None:
     print(text, flush=True)
-
-
-# ---- the summary
-
-Table = list[list[str]]
-"""Rows of cells; the first row holds the column names."""
-Run = tuple[Path, Cell]
-"""A run's folder, and its entry in `suite.json`."""
-
-
-def print_summary(doc: str, legend: str, make: Callable[[list[Run], Path], list[Table]], argv: list[str] | None) -> int:
-    """Run a summary's command line, `python -m MODULE SUITE_DIR [SUITE_DIR ...]`, and return the exit code.
-
-    Args:
-        doc: the module's docstring; its first line describes the command.
-        legend: printed below the tables.
-        make: turns the successful runs into tables, and writes its other files into the given folder.
-        argv: the arguments; None for the process's.
-    """
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("suite_dirs", type=Path, nargs="+", metavar="SUITE_DIR")
-    folders = parser.parse_args(argv).suite_dirs
-    try:
-        runs = [(folder / cell["folder"], cell) for folder in folders for cell in read(folder)["cells"]]
-        well = [run for run in runs if run[1]["exit_code"] == 0]
-        if not well:
-            raise ExperimentError(f"no run in {folders[0]} ended well: there is nothing to compare.")
-        tables = make(well, folders[0])
-    except ExperimentError as error:
-        print(f"summary: {error}", file=sys.stderr)
-        return error.exit_code
-    print("", *map(as_text, tables), legend, sep="\n\n")
-    if len(well) < len(runs):
-        failed = [cell["folder"] for _, cell in runs if cell["exit_code"] != 0]
-        print(f"without {', '.join(failed)}, which did not end well")
-    (folders[0] / "summary.md").write_text("\n\n".join(map(table, tables)) + "\n", encoding="utf-8")
-    return 0
-
-
-def read_steps(folder: Path, name: str) -> dict[int, dict]:
-    """Return the metrics of each step that logged the metric `name`, by step.
-
-    Raises:
-        ExperimentError: if the file is missing or truncated, or no step has the metric.
-    """
-    path = folder / "metrics.jsonl"
-    steps: dict[int, dict] = {}
-    try:
-        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            steps.setdefault(line["step"], {}).update(line["data"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ExperimentError(f"{path} cannot be read: {error}.") from None
-    found = {step: data for step, data in steps.items() if name in data}
-    if not found:
-        raise ExperimentError(f"{path} has no step: the run was cut off.")
-    return found
-
-
-def table_of(rows: list[dict[str, str]]) -> Table:
-    """Return a table of rows that map a column's name to its cell; an empty one of none."""
-    return [list(rows[0] if rows else ()), *(list(row.values()) for row in rows)]
-
-
-def as_text(table: Table) -> str:
-    """Format a table for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in table)
-    return "\n".join("  ".join(line).rstrip() for line in padded)
-
-
-@contextlib.contextmanager
-def figure(path: Path, width: float, num_plots: int):
-    """Yield a figure and its plots, side by side; save them as a PNG on exit."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(width, 4.2), layout="constrained")
-    yield made, made.subplots(1, num_plots)
-    # Without metadata, two drawings of the same runs are the same bytes.
-    made.savefig(path, dpi=100, metadata={"Software": None})

@@ -17,8 +17,17 @@ from pathlib import Path
 from lab.experiments.errors import ExperimentError
 
 
-def read_events(path: Path) -> list[dict]:
+def read_events(run_dir: Path) -> list[dict]:
     """Return the events of a run, in order; none if there is no file.
+
+    Raises:
+        ExperimentError: if a line is not JSON.
+    """
+    return read_lines(run_dir / "gradloc" / "events.jsonl")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Return every line of a JSON-lines file; none if there is no file.
 
     Raises:
         ExperimentError: if a line is not JSON.
@@ -110,7 +119,7 @@ def main(argv=None) -> int:
     parser.add_argument("run_dir", type=Path)
     run_dir = parser.parse_args(argv).run_dir
     try:
-        events = read_events(run_dir / "gradloc" / "events.jsonl")
+        events = read_events(run_dir)
         print("\nWhat events.jsonl says")
         print("\n".join(map(describe, events)) or "  nothing: no event was written")
         planted = read_planted(run_dir / "planted.json")

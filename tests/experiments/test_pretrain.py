@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from lab.experiments import suite
+from lab.experiments import summaries
 from lab.experiments.loop import pretrain
 from lab.experiments.loop.pretrain import PretrainSettings
 from lab.output import table
@@ -49,7 +49,7 @@ def test_a_run_writes_its_record_tables_and_figure(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADLOC_RUN_DIR", str(run_dir))
     pretrain.main(["steps=60", "clean=20", "tokens=24", "rows=2", "every=8", "documents=8", "peak=1.05", "rate=0.003"])
     found = json.loads((run_dir / "pretrain.json").read_text())
-    norms = [data["actor/grad_norm"] for data in suite.read_steps(run_dir, "actor/grad_norm").values()]
+    norms = [data["actor/grad_norm"] for data in summaries.read_steps(run_dir, "actor/grad_norm").values()]
     assert found["norms"] == norms and len(norms) == 60
     assert len(found["damaged"]) == 10 and found["peaks"]
     for peak in found["peaks"]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lab.experiments import suite
+from lab.experiments import suite, summaries
 from lab.experiments.catalog import Arm, Experiment
 from lab.experiments.errors import ExperimentError, UsageError
+from lab.experiments.llm import natural
 from tests.experiments.conftest import write_lines, write_suite
 
 DUEL = Experiment(
@@ -64,9 +65,8 @@ def run(tmp_path, monkeypatch):
     """Runs cells of the duel, which end as `code` says of their overrides; returns the exit code and who was run."""
     # The summary is a module that is found by PYTHONPATH, as a real one is.
     (tmp_path / "table_of_runs.py").write_text(
-        "import sys; from lab.experiments import suite; from pathlib import Path\n"
-        "cells = suite.read(Path(sys.argv[1]))['cells']\n"
-        "print('summary', *[(c['folder'], c['exit_code']) for c in cells])\n"
+        "LEGEND = 'end of the summary'\n"
+        "def make(runs, folder): return [[['summary', *(cell['folder'] for _, cell in runs)]]]\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
 
@@ -97,7 +97,7 @@ def test_each_run_has_its_folder_its_line_of_progress_and_the_summary_comes_last
     said = capfd.readouterr().out
     assert all(f"run {number} of 4: {name}" in said for number, name in enumerate(EVERY, 1))
     assert said.count("to go") == 3 and "4 of 4 runs ended well" in said
-    assert said.index("summary ('plain-seed3', 0)") > said.index("ended well")
+    assert said.index("summary  plain-seed3") > said.index("ended well")
 
 
 def test_a_failed_run_is_named_and_the_others_go_on(run, tmp_path, capfd):
@@ -105,7 +105,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(run, tmp_path, capfd):
     said = capfd.readouterr().out
     assert "plain-seed3 FAILED with exit code 5; the others go on." in said
     assert "2 of 4 runs ended well" in said and "failed: plain-seed3, loud-seed3" in said
-    assert "summary ('plain-seed3', 5) ('plain-seed4', 0)" in said
+    assert "summary  plain-seed4  loud-seed4" in said
     assert list(ended(tmp_path).values()) == [5, 0, 5, 0]
 
 
@@ -147,17 +147,15 @@ def test_a_summary_that_fails_fails_the_suite_and_there_need_be_none(run, summar
         ({}, "", "has no suite.json"),
     ],
 )
-def test_a_summary_of_what_cannot_be_read_is_one_sentence(tmp_path, capsys, codes, metrics, problem):
+def test_a_summary_of_what_cannot_be_read_is_one_sentence(tmp_path, capsys, monkeypatch, codes, metrics, problem):
     (tmp_path / "one").mkdir()
     if codes:
         write_suite(tmp_path, **codes)
     if metrics is not None:
         (tmp_path / "one" / "metrics.jsonl").write_text(metrics)
 
-    def make(runs, _folder):
-        return [[[str(suite.read_steps(folder, "norm"))] for folder, _ in runs]]
-
-    assert suite.print_summary("What it is.", "", make, [str(tmp_path)]) == 1
+    monkeypatch.setattr(natural, "make", lambda runs, _: [summaries.read_steps(folder, "norm") for folder, _ in runs])
+    assert summaries.main([natural.__name__, str(tmp_path)]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert re.match(f"summary: .*{problem}", said)
 
@@ -165,4 +163,4 @@ def test_a_summary_of_what_cannot_be_read_is_one_sentence(tmp_path, capsys, code
 def test_lines_of_one_step_are_joined(tmp_path):
     lines = [(1, {"norm": 2.0}), (1, {"verdict": "a sentence"}), (2, {"verdict": "another"})]
     write_lines(tmp_path / "metrics.jsonl", ({"step": step, "data": data} for step, data in lines))
-    assert suite.read_steps(tmp_path, "norm") == {1: {"norm": 2.0, "verdict": "a sentence"}}
+    assert summaries.read_steps(tmp_path, "norm") == {1: {"norm": 2.0, "verdict": "a sentence"}}

@@ -23,6 +23,7 @@ from gradloc.fault.updates import Updates
 from gradloc.search.weights import MovedWeights
 from gradloc.trigger import Spike
 from lab.benchmarks import links
+from lab.experiments.verdict import read_events
 
 SEED = 7
 PLAN = links.Plan("gpt", SEED, 32, 2, 2e-3, 0.1, 0.999, 2, 4)
@@ -33,7 +34,7 @@ LABELS = {"learning_rate": "learning_rate_jumped", "lost_moments": "moments_lost
 
 
 def events(folder: Path, since: int = links.HEALTHY) -> list[dict[str, Any]]:
-    return [event for event in links.read_events(str(folder)) if event["step"]["global_step"] > since]
+    return [event for event in read_events(folder) if event["step"]["global_step"] > since]
 
 
 def trained(steps: int, plan: links.Plan = PLAN, fault: str = "", **given: Any) -> links.Run:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from lab.benchmarks.links import HEALTHY, read_events
+from lab.benchmarks.links import HEALTHY
 from lab.benchmarks.spikes.collection import Kind, Row
+from lab.experiments.verdict import read_events
 
 
 @dataclass
@@ -89,7 +90,7 @@ class GradLoc(Tool):
         return {"folder": str(self.folder)}
 
     def answer(self, run: Kind, spike: int) -> Answer:
-        steps = {event["step"]["global_step"] - 1: event for event in reversed(read_events(str(self.folder)))}
+        steps = {event["step"]["global_step"] - 1: event for event in reversed(read_events(self.folder))}
         step = next((step for step in (spike, spike + 1) if step in steps), None)
         if step is None:
             return Answer()

@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the events of each run of `two-nodes`, and whether every file is where the docs say.
+"""Print the events of each run of `two-nodes`, and whether every file is where the docs say. Standard library only."""
 
-    python -m lab.experiments.cpu.places SUITE_DIR
-
-Standard library only.
-"""
-
-import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
-from lab.experiments import suite, verdict
+from lab.experiments import summaries, verdict
 from lab.experiments.errors import ExperimentError
 
-FOUND = "FOUND, and everything is in its place."
+FOUND = "FOUND, and everything is in its place"
+LEGEND = "events: how many; each names the planted token alone. files: those that docs/bundle.md lists."
 EVENTS = "events/of this run"
 """`bisect_dump_dir` of lab/experiments/two-nodes.yaml: relative to the working folder of the driver's node."""
 
@@ -34,7 +28,7 @@ def problems_of(run_dir: Path, resumed_from: Path | None) -> tuple[list[dict], l
     if len(roots) != 1 or roots[0].parents[1].parent != run_dir:
         return [], [f"one node's working folder was to hold {EVENTS}, and these do: {[str(root) for root in roots]}"]
     (root,) = roots
-    events = verdict.read_events(root / "events.jsonl")
+    events = verdict.read_lines(root / "events.jsonl")
     problems = verdict.compare(events, verdict.read_planted(run_dir / "planted.json"))
     for event in events:
         step, bundle = event["step"], root / event["folder"]
@@ -56,25 +50,21 @@ def absent(folder: Path, names: tuple[str, ...]) -> list[str]:
     return [f"{folder / name} is not there" for name in names if not (folder / name).exists()]
 
 
-def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite_dir", type=Path)
-    folder = parser.parse_args(argv).suite_dir.resolve()
-    num_wrong = 0
-    try:
-        for cell in suite.read(folder)["cells"]:
-            run_dir, given = folder / cell["folder"], dict(text.split("=", 1) for text in cell["overrides"])
-            path = given.get("trainer.resume_from_path", "").replace("${demo.run_dir}", str(run_dir))
-            events, problems = problems_of(run_dir, Path(os.path.normpath(path)) if path else None)
-            print(f"\n{cell['folder']}: what events.jsonl says")
-            print("\n".join(map(verdict.describe, events)) or "  nothing: no event was written")
-            print("NOT AS IT SHOULD BE: " + "; ".join(problems) if problems else FOUND)
-            num_wrong += bool(problems)
-    except ExperimentError as error:
-        print(f"places: {error}", file=sys.stderr)
-        return error.exit_code
-    return 1 if num_wrong else 0
+def make(runs: list[summaries.Run], _folder: Path) -> list[summaries.Table]:
+    """Print every run's events, and return a table of them.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        ExperimentError: if a run's files are not where the docs say.
+    """
+    table, wrong = [["run", "events", "files"]], list[str]()
+    for folder, cell in runs:
+        run_dir, given = folder.resolve(), dict(text.split("=", 1) for text in cell["overrides"])
+        path = given.get("trainer.resume_from_path", "").replace("${demo.run_dir}", str(run_dir))
+        events, problems = problems_of(run_dir, Path(os.path.normpath(path)) if path else None)
+        print(f"\n{cell['folder']}: what events.jsonl says")
+        print("\n".join(map(verdict.describe, events)) or "  nothing: no event was written")
+        wrong += [f"{cell['folder']}: {problem}" for problem in problems]
+        table.append([cell["folder"], str(len(events)), FOUND])
+    if wrong:
+        raise ExperimentError("NOT AS IT SHOULD BE: " + "; ".join(wrong))
+    return [table]

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the runs of the explosion in a table and a plot.
 
-    python -m lab.experiments.explosion.summary SUITE_DIR
-
-Writes `summary.md` and `summary.png` into SUITE_DIR. No torch and no verl.
+Writes `summary.png` into the suite's folder. No torch and no verl.
 """
 
 import json
 import math
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from lab.experiments import suite
+from lab.experiments import summaries
 from lab.experiments.errors import ExperimentError
-from lab.experiments.verdict import read_events
+from lab.experiments.verdict import read_events, read_lines
 
 LAST_STEPS = 5
 """Number of final steps for the weights' late movement."""
@@ -79,19 +76,14 @@ def read(folder: Path, name: str) -> Reading:
         return Reading(
             name=name,
             knobs=json.loads((folder / "knobs.json").read_text(encoding="utf-8")),
-            steps=suite.read_steps(folder, "actor/grad_norm_max"),
-            planted=json_lines(folder / "planted.jsonl"),
-            events=read_events(folder / "gradloc" / "events.jsonl"),
+            steps=summaries.read_steps(folder, "actor/grad_norm_max"),
+            planted=read_lines(folder / "planted.jsonl"),
+            events=read_events(folder),
             rewards=read_rewards(folder / "validation"),
             weights=[as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))],
         )
     except (OSError, ValueError, KeyError) as error:
         raise ExperimentError(f"the run in {folder} cannot be read: {error}.") from None
-
-
-def json_lines(path: Path) -> list[dict]:
-    """Return every line of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def as_vector(path: Path) -> np.ndarray:
@@ -109,7 +101,7 @@ def read_rewards(folder: Path) -> dict[str, float]:
     """Return question -> mean reward of its answers in the last validation."""
     files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     by_question = defaultdict(list)
-    for line in json_lines(files[-1]) if files else []:
+    for line in read_lines(files[-1]) if files else []:
         by_question[line["input"]].append(line["score"])
     return {question: float(np.mean(scores)) for question, scores in by_question.items()}
 
@@ -117,7 +109,7 @@ def read_rewards(folder: Path) -> dict[str, float]:
 # ---- the table and the plot
 
 
-def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+def make(runs: list[summaries.Run], folder: Path) -> list[summaries.Table]:
     """Return the table of these runs; draw their plot into the folder.
 
     Raises:
@@ -128,7 +120,7 @@ def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
     twins = {reading.name: by_seed[cell["seed"]] for reading, cell in found if cell["seed"] in by_seed}
     every = [reading for reading, _ in found]
     draw(every, twins, folder / "summary.png")
-    return [suite.table_of([table_row(reading, twins.get(reading.name)) for reading in every])]
+    return [summaries.table_of([table_row(reading, twins.get(reading.name)) for reading in every])]
 
 
 def table_row(reading: Reading, twin: Reading | None) -> dict[str, str]:
@@ -213,7 +205,7 @@ def draw(runs: list[Reading], twins: dict[str, Reading], path: Path) -> None:
         twins: run name -> its healthy twin.
         path: the PNG file.
     """
-    with suite.figure(path, 13, 3) as (figure, plots):
+    with summaries.figure(path, 13, 3) as (figure, plots):
         norms, rewards, distances = plots
         for index, reading in enumerate(runs):
             twin, steps = twins.get(reading.name), sorted(reading.steps)
@@ -231,11 +223,3 @@ def draw(runs: list[Reading], twins: dict[str, Reading], path: Path) -> None:
         for axes in plots:
             axes.xaxis.get_major_locator().set_params(integer=True)
         figure.legend(*norms.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
-
-
-def main(argv=None) -> int:
-    return suite.print_summary(__doc__, LEGEND, make, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the arms of kk-demo in a table over seeds and a plot.
 
-    python -m lab.experiments.kk.summary SUITE_DIR
-
-Writes `summary.md` and `summary.png` into SUITE_DIR.
+Writes `summary.png` into the suite's folder.
 """
 
 import re
 import statistics
-import sys
 from pathlib import Path
 
-from lab.experiments import suite
+from lab.experiments import summaries
 from lab.experiments.kk.wording import DATA_SOURCE
 
 LAST_STEPS = 5
@@ -40,7 +37,7 @@ def read(folder: Path) -> tuple[list[float], dict[str, float]]:
     Raises:
         ExperimentError: if the run's metrics cannot be read.
     """
-    steps = list(suite.read_steps(folder, SCORE).values())
+    steps = list(summaries.read_steps(folder, SCORE).values())
     rewards = [step[SCORE] for step in steps]
     found = {"train": statistics.fmean(rewards[-LAST_STEPS:])}
     for name, value in steps[-1].items():
@@ -50,7 +47,7 @@ def read(folder: Path) -> tuple[list[float], dict[str, float]]:
     return rewards, found
 
 
-def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+def make(runs: list[summaries.Run], folder: Path) -> list[summaries.Table]:
     """Return the table of these runs; draw their plot into the folder."""
     arms: Arms = {}
     for run, cell in runs:
@@ -77,7 +74,7 @@ def spread(values: list[float | None]) -> str:
 
 def draw(arms: Arms, path: Path) -> None:
     """Plot each arm's training reward over steps: mean, minimum and maximum over seeds."""
-    with suite.figure(path, 8, 1) as (_, axes):
+    with summaries.figure(path, 8, 1) as (_, axes):
         for index, (arm, group) in enumerate(arms.items()):
             columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as in the shortest run
             steps, color = range(1, len(columns) + 1), f"C{index}"
@@ -89,11 +86,3 @@ def draw(arms: Arms, path: Path) -> None:
         axes.set_title("kk-demo: mean over seeds; the band runs from the least to the most")
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
-
-
-def main(argv=None) -> int:
-    return suite.print_summary(__doc__, LEGEND, make, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

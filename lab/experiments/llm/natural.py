@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Summarize the spikes of `wild`, `wild-long` and `tool-loop`: every event, and the effect of each action.
 
-    python -m lab.experiments.llm.natural SUITE_DIR [SUITE_DIR ...]
-
-Prints four tables. Writes them to `summary.md` in the first folder, their record to `natural.json`, and a figure to
-`natural.png`.
+Writes their record to `natural.json`, and a figure to `natural.png`.
 """
 
 import json
 import math
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lab.experiments import suite
+from lab.experiments import suite, summaries
 from lab.experiments.verdict import read_events
 
 NORM, REWARD = "actor/grad_norm_max", "critic/score/mean"
@@ -29,7 +25,7 @@ reward: the mean of a step's rollouts, in the arm's own measure. cause: of the s
 of what is named. updates: the search's passes, in steps of the trainer."""
 
 
-def record(found: list[suite.Run], experiment: str) -> dict[str, Any]:
+def record(found: list[summaries.Run], experiment: str) -> dict[str, Any]:
     """Return the record of the tables: `command`, `runs` and `events`.
 
     Raises:
@@ -37,7 +33,7 @@ def record(found: list[suite.Run], experiment: str) -> dict[str, Any]:
     """
     runs, events = [], []
     for folder, cell in found:
-        steps, own = suite.read_steps(folder, NORM), read_events(folder / "gradloc" / "events.jsonl")
+        steps, own = summaries.read_steps(folder, NORM), read_events(folder)
         arm, _, mode = cell["arm"].rpartition("-")
         arm, mode = (arm, mode) if mode in MODES else (cell["arm"], MODES[0])
         place = {"arm": arm, "mode": mode, "seed": cell["seed"]}
@@ -111,11 +107,11 @@ def number(value: float | str | None) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else str(value or "-")
 
 
-def composition_table(data: dict[str, Any]) -> suite.Table:
+def composition_table(data: dict[str, Any]) -> summaries.Table:
     """Return a row for each arm, over its seeds, and one for all, from the runs that observe."""
     runs = Counter(run["arm"] for run in data["runs"] if run["mode"] == MODES[0])
     lines = [composition_row(arm, count, observed(data, arm)) for arm, count in runs.items()]
-    return suite.table_of([*lines, composition_row("all", runs.total(), observed(data))])
+    return summaries.table_of([*lines, composition_row("all", runs.total(), observed(data))])
 
 
 def observed(data: dict[str, Any], arm: str | None = None) -> list[dict]:
@@ -159,7 +155,7 @@ def spread(values: Iterable[float | None], *picks: Callable[[list[float]], float
     return ", ".join(number(pick(known)) for pick in picks or (min, statistics.median, max)) if known else "-"
 
 
-def effects_table(data: dict[str, Any]) -> suite.Table:
+def effects_table(data: dict[str, Any]) -> summaries.Table:
     """Return a row for each arm and seed: largest norm and last reward, as it is, with each action, and as a twin."""
     by_place: dict[tuple[str, int], dict[str, dict]] = {}
     for run in data["runs"]:
@@ -171,12 +167,12 @@ def effects_table(data: dict[str, Any]) -> suite.Table:
         cells = {f"largest norm: {mode}": norms.get(mode, "-") for mode in MODES}
         cells |= {f"last reward: {mode}": rewards.get(mode, "-") for mode in MODES}
         lines.append({"arm": arm, "seed": str(seed), **cells})
-    return suite.table_of(lines)
+    return summaries.table_of(lines)
 
 
-def events_table(data: dict[str, Any]) -> suite.Table:
+def events_table(data: dict[str, Any]) -> summaries.Table:
     """Return a row for each event of the runs that observe."""
-    return suite.table_of([events_row(event) for event in observed(data)])
+    return summaries.table_of([events_row(event) for event in observed(data)])
 
 
 def events_row(event: dict) -> dict[str, str]:
@@ -199,13 +195,13 @@ def events_row(event: dict) -> dict[str, str]:
     }
 
 
-def cures_table(data: dict[str, Any]) -> suite.Table:
+def cures_table(data: dict[str, Any]) -> summaries.Table:
     """Return a row for each arm with cures, over its seeds: the settings measured, and which healed the step."""
     by_arm: dict[str, list[dict]] = {}
     for event in observed(data):
         if "cures" in event:
             by_arm.setdefault(event["arm"], []).append(event)
-    return suite.table_of([cures_row(arm, found) for arm, found in by_arm.items()])
+    return summaries.table_of([cures_row(arm, found) for arm, found in by_arm.items()])
 
 
 def cures_row(arm: str, found: list[dict]) -> dict[str, str]:
@@ -237,7 +233,7 @@ def cures_row(arm: str, found: list[dict]) -> dict[str, str]:
 def draw(data: dict[str, Any], path: Path) -> None:
     """Draw the figure of docs/natural-spikes.md: each event's norm with and without its culprits, its largest one."""
     arms = list(dict.fromkeys(event["arm"] for event in data["events"]))
-    with suite.figure(path, 11, 2) as (_, (steps, places)):
+    with summaries.figure(path, 11, 2) as (_, (steps, places)):
         for index, event in enumerate(sorted(observed(data), key=lambda event: event["norm"])):
             color = f"C{arms.index(event['arm'])}"
             ends = (event["norm_after"] or event["norm"], event["norm"])
@@ -257,17 +253,9 @@ def draw(data: dict[str, Any], path: Path) -> None:
         places.set(xlabel="its probability when it was sampled", ylabel="importance ratio at the spike")
 
 
-def make(runs: list[suite.Run], folder: Path) -> list[suite.Table]:
+def make(runs: list[summaries.Run], folder: Path) -> list[summaries.Table]:
     """Return the four tables; write the record and the figure into the folder."""
     data = record(runs, suite.read(folder)["experiment"])
     (folder / "natural.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     draw(data, folder / "natural.png")
     return [composition_table(data), effects_table(data), cures_table(data), events_table(data)]
-
-
-def main(argv: list[str] | None = None) -> int:
-    return suite.print_summary(__doc__, LEGEND, make, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

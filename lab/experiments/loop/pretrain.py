@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import gradloc
-from lab.experiments import suite
+from lab.experiments import summaries
 from lab.experiments.settings import PretrainSettings
 from lab.experiments.step_log import begin, log_step
 from lab.experiments.verdict import read_events
@@ -108,7 +108,7 @@ def main(overrides: list[str]) -> None:
         optimizer.step()
         data = {"loss": loss, "actor/grad_norm": norms[-1], "timing_s/step": time.monotonic() - began}
         log_step(step, data | watch.metrics, run_dir)
-    result = record(settings, norms, kinds, read_events(run_dir / "gradloc" / "events.jsonl"))
+    result = record(settings, norms, kinds, read_events(run_dir))
     (run_dir / "pretrain.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     tables = [by_kind(result), peaks(result)]
     (run_dir / "summary.md").write_text("\n\n".join(map(table, tables)) + "\n", encoding="utf-8")
@@ -146,7 +146,7 @@ def over_usual(result: dict[str, Any], step: int) -> float:
     return result["norms"][step - 1] / statistics.median(before)
 
 
-def by_kind(result: dict[str, Any]) -> suite.Table:
+def by_kind(result: dict[str, Any]) -> summaries.Table:
     """Return a row for each kind of damage and one for all.
 
     Precision is the share of damaged documents among those named; recall is the share of named documents among the
@@ -167,7 +167,7 @@ def by_kind(result: dict[str, Any]) -> suite.Table:
     return [[*head, "precision", "recall"], *lines]
 
 
-def peaks(result: dict[str, Any]) -> suite.Table:
+def peaks(result: dict[str, Any]) -> summaries.Table:
     """Return a row for each peak."""
     lines = []
     for peak in result["peaks"]:
@@ -183,7 +183,7 @@ def peaks(result: dict[str, Any]) -> suite.Table:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Plot every step's norm relative to the usual one, and mark the damaged documents' steps."""
     steps = range(WINDOW, len(result["norms"]) + 1)
-    with suite.figure(path, 11, 1) as (_, axes):
+    with summaries.figure(path, 11, 1) as (_, axes):
         axes.plot(steps, [over_usual(result, step) for step in steps], color="0.6", linewidth=1)
         for index, kind in enumerate(KINDS):
             own = [step_of(name) for name, known in result["damaged"].items() if known == kind]

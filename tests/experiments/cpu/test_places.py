@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from lab.experiments import summaries
 from lab.experiments.cpu import places
 from tests.experiments.conftest import write_lines
 from tests.experiments.test_verdict import EVENT, PLANTED
@@ -30,7 +31,7 @@ def suite_dir(tmp_path):
     write_lines(root / "events.jsonl", [event])
     (run_dir / "planted.json").write_text(json.dumps(PLANTED))
     overrides = ["seed=1", "trainer.resume_from_path=${demo.run_dir}/../spike/global_step_3"]
-    cells = [{"folder": "resumed", "overrides": overrides}]
+    cells = [{"folder": "resumed", "overrides": overrides, "exit_code": 0}]
     (tmp_path / "suite.json").write_text(json.dumps({"experiment": "two-nodes", "cells": cells}))
     return tmp_path
 
@@ -39,7 +40,7 @@ ROOT = "resumed/node-1/events/of this run"
 
 
 def test_a_run_with_everything_in_its_place_is_said_to_be(suite_dir, capsys):
-    assert places.main([str(suite_dir)]) == 0
+    assert summaries.main([places.__name__, str(suite_dir)]) == 0
     assert places.FOUND in capsys.readouterr().out
 
 
@@ -48,18 +49,18 @@ def test_a_run_with_everything_in_its_place_is_said_to_be(suite_dir, capsys):
 )
 def test_a_file_that_is_missing_is_named(suite_dir, capsys, name):
     (suite_dir / ROOT / name).unlink()
-    assert places.main([str(suite_dir)]) == 1
-    assert f"{suite_dir / ROOT / name} is not there" in capsys.readouterr().out
+    assert summaries.main([places.__name__, str(suite_dir)]) == 1
+    assert f"{suite_dir / ROOT / name} is not there" in capsys.readouterr().err
 
 
 def test_events_in_two_working_folders_are_not_one_run_s(suite_dir, capsys):
     shutil.copytree(suite_dir / ROOT, suite_dir / ROOT.replace("node-1", "node-0"))
-    assert places.main([str(suite_dir)]) == 1
-    assert "one node's working folder was to hold" in capsys.readouterr().out
+    assert summaries.main([places.__name__, str(suite_dir)]) == 1
+    assert "one node's working folder was to hold" in capsys.readouterr().err
 
 
 def test_another_checkpoint_than_the_one_resumed_from_is_a_problem(suite_dir, capsys):
     text = (suite_dir / "suite.json").read_text()
     (suite_dir / "suite.json").write_text(text.replace("global_step_3", "global_step_2"))
-    assert places.main([str(suite_dir)]) == 1
-    assert "the last checkpoint is said to be" in capsys.readouterr().out
+    assert summaries.main([places.__name__, str(suite_dir)]) == 1
+    assert "the last checkpoint is said to be" in capsys.readouterr().err

@@ -11,7 +11,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-from lab.experiments import suite  # noqa: E402
+from lab.experiments import suite, summaries  # noqa: E402
 from lab.experiments.explosion import summary  # noqa: E402
 from tests.experiments.conftest import write_lines, write_steps, write_suite  # noqa: E402
 
@@ -155,7 +155,7 @@ def test_without_a_twin_of_the_same_seed_nothing_is_compared(suite_dir):
 
 
 def test_the_summary_prints_the_table_and_writes_plot_and_markdown(suite_dir, capsys):
-    assert summary.main([str(suite_dir)]) == 0
+    assert summaries.main([summary.__name__, str(suite_dir)]) == 0
     said = capsys.readouterr().out
     assert "token_mismatch, ratio 93 000, as planted" in said and "without broken" in said
     assert (suite_dir / "summary.png").read_bytes()[:4] == b"\x89PNG"
@@ -164,6 +164,6 @@ def test_the_summary_prints_the_table_and_writes_plot_and_markdown(suite_dir, ca
 
 def test_a_run_that_was_cut_off_is_one_sentence(suite_dir, capsys):
     (suite_dir / "loud" / "planted.jsonl").write_text('{"step"')
-    assert summary.main([str(suite_dir)]) == 1
+    assert summaries.main([summary.__name__, str(suite_dir)]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("summary: the run in ") and "cannot be read" in said
+    assert said.startswith("summary: line 1 of ") and "planted.jsonl is not JSON" in said

@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 
+from lab.experiments import summaries
 from lab.experiments.kk import summary
 from tests.experiments.conftest import write_steps, write_suite
 
@@ -27,7 +28,7 @@ def suite_dir(tmp_path):
 
 
 def test_the_table_has_means_and_spreads_over_seeds_and_a_plot_is_drawn(suite_dir, capsys):
-    assert summary.main([str(suite_dir)]) == 0
+    assert summaries.main([summary.__name__, str(suite_dir)]) == 0
     assert "without other-seed2, which did not end well" in capsys.readouterr().out
     lines = (suite_dir / "summary.md").read_text().splitlines()
     spread = f"{statistics.stdev([1.0, 2.0]):.2f}"
@@ -35,7 +36,7 @@ def test_the_table_has_means_and_spreads_over_seeds_and_a_plot_is_drawn(suite_di
     assert lines[3:] == ["| other | 1 | 1.50 | 1.00 | 0.50 | 0.25 | 0.25 |"]
     drawn = (suite_dir / "summary.png").read_bytes()
     assert drawn.startswith(b"\x89PNG")
-    summary.main([str(suite_dir)])
+    summaries.main([summary.__name__, str(suite_dir)])
     assert (suite_dir / "summary.png").read_bytes() == drawn, "the same bytes again"
 
 

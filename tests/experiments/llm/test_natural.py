@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lab.experiments import catalog
+from lab.experiments import catalog, summaries
 from lab.experiments.llm import natural
 from tests.experiments.conftest import write_lines, write_steps, write_suite
 from tests.report.builder import make_culprit, make_event
@@ -42,7 +42,7 @@ def found(tmp_path_factory):
     write(tmp_path / "no-clip-twin-seed1", [3.0, 5.0])
     write(tmp_path / "healthy-seed1", [3.0, 5.0])
     write_suite(tmp_path, no_clip_seed1=0, no_clip_mask_seed1=0, no_clip_twin_seed1=0, healthy_seed1=0, rate_seed1=1)
-    assert natural.main([str(tmp_path)]) == 0
+    assert summaries.main([natural.__name__, str(tmp_path)]) == 0
     assert (tmp_path / "natural.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((tmp_path / "natural.json").read_text())
 
