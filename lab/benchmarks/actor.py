@@ -9,6 +9,7 @@ import importlib.metadata
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from lab.benchmarks.counter import DeviceCounter
 from tests.world import harness
 
 ROWS, RESPONSE = 16, 48
-_VOCABULARY, _WIDTH, _LAYERS = 1024, 128, 4
+_SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
 _SETTLED = [
     "actor_rollout_ref.actor.optim.lr=1e-6",  # the norms must not drift into a spike
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
@@ -59,7 +60,8 @@ def prepare(name: str, overrides: list[str], folder: str, settings: Sequence[str
 
 def _sizes() -> Any:
     """Replace the tests' sizes of batch and model."""
-    return mock.patch.multiple(harness, NUM_RESPONSE=RESPONSE, VOCABULARY=_VOCABULARY, model_config=_config)
+    config = partial(harness.model_config, **_SIZES, max_position_embeddings=128)
+    return mock.patch.multiple(harness, NUM_RESPONSE=RESPONSE, VOCABULARY=1024, model_config=config)
 
 
 def _built(overrides: list[str], folder: str, settings: Sequence[str]) -> tuple[Any, Any, str]:
@@ -105,7 +107,8 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
     """
     global _counter
     counter, before = DeviceCounter(), {"behind": 0}
-    optimizer = _optimizer(_trainers[name])
+    trainer = _trainers[name]
+    optimizer = trainer.engine.optimizer if is_engine() else trainer.actor.actor_optimizer
 
     def stepped(*_: Any) -> None:
         before["step"] = before.get("step", 0) + counter.reads[""] - before.pop("begin", counter.reads[""])
@@ -137,10 +140,6 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
     }
 
 
-def _optimizer(trainer: Any) -> Any:
-    return trainer.engine.optimizer if is_engine() else trainer.actor.actor_optimizer
-
-
 @contextmanager
 def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
     """Make gradloc read gradients as on a GPU, and the counter attribute its passes, losses and host messages.
@@ -170,21 +169,3 @@ def _as_on_gpu(counter: DeviceCounter) -> Iterator[None]:
         for name in ("gather", "gather_first", "broadcast_from"):
             stack.enter_context(within("sent", ranks.Ranks, name))
         yield
-
-
-def _config(dropout: float = 0.0) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=_VOCABULARY,
-        hidden_size=_WIDTH,
-        intermediate_size=3 * _WIDTH,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=_WIDTH // 4,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        attention_dropout=dropout,
-        attn_implementation="sdpa",
-    )

@@ -15,7 +15,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,13 +119,12 @@ def plan_of(seed: int, precision: str | None = None) -> Plan:
     )
 
 
-def world(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
+def world(seed: int, precision: str | None = None) -> Record:
     """Make the world of a seed, search it, and compare the result with the truth; all its ranks call this together.
 
     Args:
         seed: seed of everything.
         precision: precision of the passes, in place of the drawn one.
-        search: settings of :func:`~gradloc.search.find.localize`.
     """
     from gradloc.core.gradients import GradientSpace
     from gradloc.core.ranks import Ranks
@@ -136,7 +134,7 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
     from gradloc.trigger import Spike
     from tests.toy_model import Loss, Oracle, ToyStep, shard
 
-    plan, draw, started = plan_of(seed, precision), random.Random(seed + 1), time.perf_counter()
+    plan, draw = plan_of(seed, precision), random.Random(seed + 1)
     passes, kept_in = getattr(torch, plan.precision), getattr(torch, plan.weights)
     loss, ranks = Loss(aggregation=plan.aggregation, kl=plan.kl, entropy=plan.entropy), Ranks()
     plain = _model(plan, seed).to(kept_in).float()
@@ -155,54 +153,37 @@ def world(seed: int, precision: str | None = None, search: dict[str, Any] | None
     batch, planted = _planted(plan, healthy, Oracle(plain, healthy, loss), usual, draw)
     step, space, tracker = step_of(batch)
     norm, threshold = space.norm(), SPIKE * usual
-    row: Record = {
-        "seed": seed,
-        **vars(plan),
-        "planted": len(planted),
-        "norm": norm / usual,
-        "tokens": batch.num_tokens,
-    }
-    row |= {"named": 0, "innocent": 0, "missed": 0, "cost": 0, "status": "no spike", "verdict": "", "problems": []}
+    row: Record = {"seed": seed, **vars(plan), "planted": len(planted), "norm": norm / usual}
     if norm <= threshold:
-        return row | {"seconds": time.perf_counter() - started}
-    before = [None if grad is None else local_shard(grad).clone() for grad in space.current()]
+        return row | {"named": 0, "cost": 0, "status": "no spike", "verdict": "", "problems": []}
+    before = [local_shard(grad).clone() for grad in space.current() if grad is not None]
     spike = Spike("fixed", norm, threshold, threshold * batch.num_tokens**0.5, batch.num_tokens)
     increments = tracker.read(space, ranks).increments if plan.is_tracked else None
-    found = localize(step, space, ranks, spike, 1.0, increments, max_steps=MAX_STEPS, **(search or {}))
-    after = [None if grad is None else local_shard(grad) for grad in space.current()]
-    pairs = [pair for pair in zip(before, after, strict=True) if pair != (None, None)]
-    is_restored = all(torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)) for pair in pairs)
-    cost = found.num_forwards + 2 * found.num_backwards
-    named = {
-        batch.place(token, ranks.size, plan.micro_batches): culprit
-        for culprit in found.culprits
-        for token in culprit.tokens
-    }
-    certificate = found.certificate
-    truth = _norm_without(step, space, named) if named else norm
-    spans = [[batch.place(token, ranks.size, plan.micro_batches) for token in each.tokens] for each in found.culprits]
-    hit = [span for span in spans if len(planted.intersection(span)) < _WITHIN * len(span)]
-    innocent = [place for span in hit for place in span if place not in planted]
-    if innocent and plan.plant != "scaled batch":
+    found = localize(step, space, ranks, spike, 1.0, increments, max_steps=MAX_STEPS)
+    after = [local_shard(grad) for grad in space.current() if grad is not None]
+    as_bytes = ([each.contiguous().view(torch.uint8) for each in grads] for grads in (before, after))
+    is_restored = all(map(torch.equal, *as_bytes)) and len(before) == len(after)
+    certificate, cost = found.certificate, found.num_forwards + 2 * found.num_backwards
+    spans = [{batch.place(token, ranks.size, plan.micro_batches) for token in each.tokens} for each in found.culprits]
+    named = set().union(*spans)
+    searched = space.take()
+    truth = step.norm_of(space, named, without=True) if named else norm
+    space.put(searched)
+    innocent = {place for span in spans if len(planted & span) < _WITHIN * len(span) for place in span - planted}
+    if plan.plant != "scaled batch":
         norms = Oracle(plain, batch, loss).norms(innocent)
-        innocent = [place for place in innocent if norms[place] < threshold / 10]
-    is_off = (
-        certificate.norm_after is not None
-        and abs(certificate.norm_after - truth) > certificate.error_bound + 1e-6 * truth
-    )
+        innocent = {place for place in innocent if norms[place] < threshold / 10}
     is_full = found.status == "max_culprits" and len(found.culprits) == 8
-    is_found = certificate.verdict == "explained" or is_full
-    problems = [
-        *(["names an innocent"] if innocent else []),
-        *(["does not explain it"] if planted and not is_found else []),
-        *(["is off by more than its bound"] if is_off else []),
-        *(["costs more than max_steps"] if cost > MAX_STEPS * max(3 * plan.micro_batches, _LIMIT_F) else []),
-        *(["changes the gradient"] if not is_restored else []),
-    ]
-    row |= {"named": len(named), "innocent": len(innocent), "cost": cost, "status": found.status}
-    row |= {"missed": len(set(planted) - set(named)), "verdict": certificate.verdict, "problems": problems}
-    row |= {"closure": None if found.shares is None else found.shares.closure, "why": found.stop_reason}
-    return row | {"path": [entry.phase for entry in found.path], "seconds": time.perf_counter() - started}
+    wrong = {
+        "names an innocent": innocent,
+        "does not explain it": planted and certificate.verdict != "explained" and not is_full,
+        "is off by more than its bound": certificate.norm_after is not None
+        and abs(certificate.norm_after - truth) > certificate.error_bound + 1e-6 * truth,
+        "costs more than max_steps": cost > MAX_STEPS * max(3 * plan.micro_batches, _LIMIT_F),
+        "changes the gradient": not is_restored,
+    }
+    row |= {"named": len(named), "cost": cost, "status": found.status, "why": found.stop_reason}
+    return row | {"verdict": certificate.verdict, "problems": [problem for problem, is_so in wrong.items() if is_so]}
 
 
 # ---- how a world is made
@@ -306,21 +287,6 @@ def _pair(plan: Plan, batch: Any, oracle: Any, usual: float, draw: random.Random
     return batch.planted(pair), set(pair)
 
 
-def _norm_without(step: Any, space: Any, named: Any) -> float:
-    """Compute the norm without the named tokens directly, by a backward of every micro-batch's masked loss."""
-    kept_now = space.take()
-    for index in range(step.num_micro_batches):
-        kept, rows = torch.ones_like(step.token_mask(index)), step.rows(index)
-        for row, position in named:
-            if row in rows:
-                kept[row - rows[0], position] = False
-        step.loss(index, kept).backward()
-    norm = space.norm()
-    space.clear()
-    space.put(kept_now)
-    return norm
-
-
 # ---- running them
 
 
@@ -333,33 +299,29 @@ def _alone(*given: Any) -> Record:
     return tried(*given)
 
 
-def tried(seed: int, precision: str | None = None, search: dict[str, Any] | None = None) -> Record:
+def tried(seed: int, precision: str | None = None) -> Record:
     """Call :func:`world`; an error becomes a problem of the row."""
     try:
-        return world(seed, precision, search)
+        return world(seed, precision)
     except Exception as error:
         row: Record = {"seed": seed, **vars(plan_of(seed, precision)), "named": 0, "cost": 0, "verdict": ""}
         where = traceback.format_exc().splitlines()[-3:]
         return row | {"status": "raised", "problems": [f"raises {error!r}"], "why": " ".join(where)}
 
 
-def measure(seeds: Sequence[int], precision: str | None = None, search: dict[str, Any] | None = None) -> list[Record]:
+def measure(seeds: Sequence[int], precision: str | None = None) -> list[Record]:
     """Search the worlds of these seeds; those of one rank run two at a time."""
     from tests.world import World
 
     alone = [seed for seed in seeds if plan_of(seed, precision).ranks == 1]
-    rows = []
-    rows += in_processes(_alone, [(seed, precision, search) for seed in alone])
+    rows = [*in_processes(_alone, [(seed, precision) for seed in alone])]
     with World(2, preloaded=()) as ranks:
         for seed in tqdm([seed for seed in seeds if seed not in set(alone)], "two ranks"):
-            given = {"seed": seed, "precision": precision, "search": search}
-            first, other = ranks.run("lab.benchmarks.worlds.tried", timeout_s=_PATIENCE_S, **given)
-            row = dict(first)
-            if [first[name] for name in ("named", "verdict", "cost")] != [
-                other[name] for name in ("named", "verdict", "cost")
-            ]:
-                row["problems"] = [*row["problems"], "the ranks do not agree"]
-            rows.append(row)
+            given = {"seed": seed, "precision": precision, "timeout_s": _PATIENCE_S}
+            first, other = ranks.run("lab.benchmarks.worlds.tried", **given)
+            if any(first[name] != other[name] for name in ("named", "verdict", "cost")):
+                first["problems"] = [*first["problems"], "the ranks do not agree"]
+            rows.append(first)
     return rows
 
 
@@ -399,13 +361,10 @@ def main(arguments: list[str] | None = None) -> int:
     failed = [row for row in rows if row["problems"]]
     for row in failed:
         print({name: row[name] for name in ("seed", "precision", "plant", "count", "problems")}, file=sys.stderr)
-    kept = {(each["seed"], each["precision"]) for each in known}
-    known += [
-        {"seed": r["seed"], "precision": r["precision"]} for r in failed if (r["seed"], r["precision"]) not in kept
-    ]
+    own = [{name: row[name] for name in ("seed", "precision")} for row in failed]
     if failed:
-        FAILED.write_text(json.dumps(known, indent=1) + "\n")
-    return 1 if failed else 0
+        FAILED.write_text(json.dumps([*known, *(each for each in own if each not in known)], indent=1) + "\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -166,15 +166,7 @@ def certify_unrepeatable(
     step = ToyStep(shard(model, layout, precision), batch, NUM_MICRO_BATCHES, precision)
     space, ranks = GradientSpace(step.model), Ranks()
     step.train()
-    space.clear()
-    for index in range(NUM_MICRO_BATCHES):  # the truth: kernels that repeat, every micro-batch, without the tokens
-        kept, rows = torch.ones_like(step.token_mask(index)), step.rows(index)
-        for row, position in places:
-            if row in rows:
-                kept[row - rows[0], position] = False
-        step.loss(index, kept).backward()
-    truth = space.norm()
-    space.clear()
+    truth = step.norm_of(space, places, without=True)  # on kernels that repeat
     with unrepeatable(step.model, share, seed=100 * seed + ranks.rank):
         step.train()
         norm = space.norm()

@@ -7,7 +7,7 @@ its weight in the step's (over N, the mean over tokens), times W because FSDP av
 Shapes: B rows of a micro-batch, R rows and N response tokens of the step, T response positions, W ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from gradloc.core.gradients import GradientSpace
 from gradloc.core.step import ByRow, Details, LossReplay, Outputs, stack_rows
 from tests.detached import let_through
 from tests.toy_model.amplifier import edit_of
-from tests.toy_model.batch import Batch
+from tests.toy_model.batch import Batch, Place
 from tests.toy_model.model import Block, Decoder, entropy_of, log_prob_of
 from tests.world import DEVICE
 
@@ -210,6 +211,19 @@ class ToyStep(LossReplay, ByRow):
         if selected is not None:
             outputs = Outputs(*(let_through(selected, each) for each in outputs))
         return self._total(outputs.log_prob, outputs.entropy, micro_batch)
+
+    def norm_of(self, space: GradientSpace, places: Iterable[Place], without: bool = False) -> float:
+        """The truth: the gradient's norm of these tokens alone, or without them, by a backward of every micro-batch."""
+        space.clear()
+        for index in range(self._num_parts):
+            chosen, rows = torch.zeros_like(self.token_mask(index)), self.rows(index)
+            for row, position in places:
+                if row in rows:
+                    chosen[rows.index(row), position] = True
+            self.loss(index, ~chosen if without else chosen).backward()
+        norm = space.norm()
+        space.clear()
+        return norm
 
     def _all_rows(self) -> list[list[int]]:
         return [self.rows(index) for index in range(self._num_parts)]

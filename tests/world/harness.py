@@ -268,22 +268,19 @@ def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(model_config(dropout))
 
 
-def model_config(dropout: float = 0.0) -> Any:
-    """transformers' config of the tiny model."""
+def model_config(dropout: float = 0.0, **sizes: int) -> Any:
+    """transformers' config of the tiny model; ``sizes`` replace its own."""
     from transformers import Qwen3Config
 
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     return Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
         tie_word_embeddings=False,
         attention_dropout=dropout,
         attn_implementation="sdpa",
+        **{**tiny, "max_position_embeddings": 64, **sizes},
     )
 
 

@@ -153,9 +153,8 @@ def spike_cell(bench: Bench, plant: str) -> dict[str, Any]:
     step, spike, planted = bench.spiked(plant)
     finding, figures = bench.search(step, spike)
     named, certificate, shares = bench.named(step, finding), finding.certificate, finding.shares
-    bench.space.clear()
     with attended(bench.attention, is_deterministic=True):
-        truth = _norm_of(bench, step, lambda index: ~_mask(named, step, index))
+        truth = step.norm_of(bench.space, named, without=True)
     off = abs(certificate.norm_after - truth)
     is_within = off <= certificate.error_bound + 1e-6 * certificate.norm_after
     fits = figures["peak_gib"] is None or figures["peak_gib"] <= 1.05 * figures["forecast_gib"]
@@ -286,15 +285,6 @@ def two_cell(device: torch.device, size: str, num_tokens: int, out: Path) -> dic
     return {"exit_code": ranks.returncode, "said": said, "is_ok": ranks.returncode == 0}
 
 
-def _norm_of(bench: Bench, step: ToyStep, selected: Callable[[int], torch.Tensor]) -> float:
-    bench.space.clear()
-    for index in range(step.num_micro_batches):
-        step.loss(index, selected(index)).backward()
-    norm = bench.space.norm()
-    bench.space.clear()
-    return norm
-
-
 def _planted(bench: Bench, plant: str) -> dict[Place, float]:
     """Return places spread over the rows, with the advantage that gives each its norm; the same on every rank.
 
@@ -305,18 +295,10 @@ def _planted(bench: Bench, plant: str) -> dict[Place, float]:
         row, position, norm = (5 * number + 1) % len(bench.batch.labels), 7 + 3 * number, 0.0
         while norm < 1e-6 * bench.healthy:
             place = (row, position)
-            norm = _norm_of(bench, bench.step, partial(_mask, {place}, bench.step))
+            norm = bench.step.norm_of(bench.space, [place])
             position += 1
         found[place] = float(bench.batch.advantages[place]) * size * bench.healthy / norm
     return found
-
-
-def _mask(places: set[Place], step: ToyStep, index: int) -> torch.Tensor:
-    mask, rows = torch.zeros_like(step.token_mask(index)), step.rows(index)
-    for row, position in places:
-        if row in rows:
-            mask[rows.index(row), position] = True
-    return mask
 
 
 @torch.no_grad()
