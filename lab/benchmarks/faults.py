@@ -13,10 +13,10 @@ token, and has exactly its weights. Or all processes end within a minute, with a
 """
 
 import errno
-import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -57,6 +57,12 @@ KINDS: dict[str, str] = _TABLES["kinds"]
 """Kinds of fault -> explanation."""
 COPIES = {"copy to the host": ("core.gradients", "host_copy"), "state to the host": ("core.memory", "host_copy")}
 SAVES = {"weights": ("torch", "save"), "safetensors": ("transformers.modeling_utils", "safe_save_file")}
+ERRORS = {
+    "full disk": OSError(errno.ENOSPC, "No space left on device"),
+    "host memory": MemoryError("made to fail"),
+    "device memory": torch.OutOfMemoryError("made to fail"),
+}
+"""Kinds of fault that a call raises."""
 PAUSE_S, LIMIT_S, PATIENCE_S = 3.0, 60.0, 5.0
 """Seconds that a rank or a disk stops; seconds in which all processes must end; seconds that a failed rank waits for
 its peers, fewer than in the package, so that cases take less time."""
@@ -114,22 +120,16 @@ class _Injection:
             self.card.fill()
         elif kind == "late file system":
             time.sleep(self._pause_s)
-        elif kind == "full disk":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        elif kind == "host memory":
-            raise MemoryError("made to fail")
-        elif kind == "device memory":
-            raise torch.OutOfMemoryError("made to fail")
+        elif kind in ERRORS:
+            raise ERRORS[kind]
 
     @contextmanager
     def at(self, places: dict[str, tuple[str, str]]) -> Iterator[None]:
         """Count each of these calls in here."""
         with ExitStack() as stack:
             for place, (module, path) in places.items():
-                *owners, name = path.split(".")
-                owner = importlib.import_module(module if place in SAVES else f"gradloc.{module}")
-                for each in owners:
-                    owner = getattr(owner, each)
+                owners, _, name = path.rpartition(".")
+                owner = pkgutil.resolve_name(f"{module if place in SAVES else f'gradloc.{module}'}:{owners}")
                 stack.enter_context(mock.patch.object(owner, name, self._coming(place, getattr(owner, name))))
             yield
 

@@ -8,8 +8,8 @@ from the old one (for a KL term: the reference) in growing steps in both directi
 loss and its gradient with respect to every log-prob are checked.
 """
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -25,18 +25,6 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 """(log-probs, old log-probs, advantages, response mask), (B, T) each -> loss."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The behavior of a loss at one position as the log-ratio grows."""
-
-    first_bad: float | None
-    """The smallest tried log-ratio with a loss or gradient that is not finite; None if there is none."""
-    is_loss_finite: bool
-    """Whether the loss was still finite there."""
-    largest: float
-    """Largest finite |d loss / d log_prob|; a token's weight in the mean is 1 / 10."""
-
-
 def main() -> None:
     import verl
 
@@ -47,33 +35,31 @@ def markdown() -> str:
     """Return the table for the installed verl."""
     lines = [["loss", "on a token", "largest gradient there", "on padding"]]
     for name, loss in {**policy_losses(), **kl_losses()}.items():
-        token, padding = sweep(loss, TOKEN), sweep(loss, PADDING)
-        lines.append([f"`{name}`", said(token), f"{token.largest:.2g}", said(padding)])
+        (token, largest), (padding, _) = sweep(loss, TOKEN), sweep(loss, PADDING)
+        lines.append([f"`{name}`", token, f"{largest:.2g}", padding])
     return table(lines)
 
 
-def said(outcome: Outcome) -> str:
-    if outcome.first_bad is None:
-        return "finite"
-    what = "gradient not finite, loss finite" if outcome.is_loss_finite else "not finite"
-    return f"{what} from {outcome.first_bad:g}"
+def sweep(loss: Loss, place: tuple[int, int]) -> tuple[str, float]:
+    """Move the log-prob at ``place`` away from the old one, and check the loss and its gradient.
 
-
-def sweep(loss: Loss, place: tuple[int, int]) -> Outcome:
-    """Move the log-prob at ``place`` away from the old one, and check the loss and its gradient."""
-    bad: dict[float, bool] = {}
+    Returns:
+        The smallest tried log-ratio from which one of them is not finite, in words, and the largest finite
+        |d loss / d log_prob|, where a token's weight in the mean is 1 / 10.
+    """
+    is_loss_finite: dict[float, bool] = {}
     largest = 0.0
-    for size in LOG_RATIOS:
-        for log_ratio in (size, -size):
-            for advantage in (1.0, -1.0):
-                value, gradient = gradient_of(loss, place, log_ratio, advantage)
-                is_finite = bool(torch.isfinite(gradient).all())
-                if is_finite and torch.isfinite(value):
-                    largest = max(largest, float(gradient.abs().max()))
-                else:
-                    bad[size] = bad.get(size, False) or bool(torch.isfinite(value))
-    first = min(bad, default=None)
-    return Outcome(first, first is not None and bad[first], largest)
+    for size, sign, advantage in itertools.product(LOG_RATIOS, (1, -1), (1.0, -1.0)):
+        value, gradient = gradient_of(loss, place, sign * size, advantage)
+        if gradient.isfinite().all() and value.isfinite():
+            largest = max(largest, float(gradient.abs().max()))
+        else:
+            is_loss_finite[size] = is_loss_finite.get(size, False) or bool(value.isfinite())
+    if not is_loss_finite:
+        return "finite", largest
+    first = min(is_loss_finite)
+    what = "gradient not finite, loss finite" if is_loss_finite[first] else "not finite"
+    return f"{what} from {first:g}", largest
 
 
 def gradient_of(

@@ -81,7 +81,7 @@ def thresholds(rule: Rule, norms: np.ndarray) -> np.ndarray:
             if threshold is not None:
                 found[step, position] = threshold
             rule.observe(norm)
-        rule.end_step()
+        rule.end_step(row)
     return found
 
 

@@ -18,47 +18,37 @@ class Rule:
 
     def observe(self, norm: float) -> None:
         """Observe the next norm."""
-        raise NotImplementedError
 
-    def end_step(self) -> None:
-        """End a trainer step."""
+    def end_step(self, norms: list[float]) -> None:
+        """End a trainer step, which had these norms."""
 
 
 class Adaptive(Rule):
     """This project's rule."""
 
-    def __init__(self, **settings: float):
-        self._rule = AdaptiveThreshold(**settings)
-        self._norms: list[float] = []
+    def __init__(self):
+        self._rule = AdaptiveThreshold()
 
     def threshold(self, position: int) -> float | None:
         return self._rule.threshold(position)
 
-    def observe(self, norm: float) -> None:
-        self._norms.append(norm)
-
-    def end_step(self) -> None:
-        self._rule.observe(self._norms)
-        self._norms = []
+    def end_step(self, norms: list[float]) -> None:
+        self._rule.observe(norms)
 
 
 class Pooled(Rule):
     """The previous rule: median + 6 robust deviations of the log-norm, all mini-batches in one history."""
 
     def __init__(self):
-        self._history, self._norms = NormHistory(window=128, warmup=16, num_deviations=6.0), []
-        self._threshold = None
+        self._history, self._threshold = NormHistory(window=128, warmup=16, num_deviations=6.0), None
 
     def threshold(self, position: int) -> float | None:
         return self._threshold
 
-    def observe(self, norm: float) -> None:
-        self._norms.append(norm)
-
-    def end_step(self) -> None:
-        for norm in self._norms:
+    def end_step(self, norms: list[float]) -> None:
+        for norm in norms:
             self._history.observe(norm, self._threshold is not None and norm > self._threshold)
-        self._norms, self._threshold = [], self._history.threshold()
+        self._threshold = self._history.threshold()
 
 
 class ZClip(Rule):
