@@ -144,38 +144,22 @@ def write_record(places: int, sample: list[Mutant], known: dict[str, Any]) -> No
     before = json.loads(RECORD.read_text())["survivors"] if RECORD.exists() else []
     whys = {entry["name"]: entry["equivalent"] for entry in before}
     tried = sorted((mutant for mutant in sample if mutant.name in known), key=lambda m: (m.file, m.line))
-    lived = [mutant for mutant in tried if not known[mutant.name]["killed_by"]]
-    equivalent = [mutant for mutant in lived if whys.get(mutant.name)]
-    rooms: dict[str, list[int]] = {}
-    for mutant in tried:
-        count = rooms.setdefault("/".join(mutant.file.split("/")[:2]), [0, 0])
-        count[0] += mutant not in lived
-        count[1] += mutant not in equivalent
     survivors = [
         {"at": f"{m.file}:{m.line}", "before": m.before, "after": m.after, "note": known[m.name]["note"]}
         | {"equivalent": whys.get(m.name, ""), "name": m.name}
-        for m in lived
+        for m in tried
+        if not known[m.name]["killed_by"]
     ]
-    counted, killed = len(tried) - len(equivalent), len(tried) - len(lived)
-    record = {
-        "seed": SEED,
-        "places": places,
-        "counted": counted,
-        "killed": killed,
-        "share": round(killed / max(counted, 1), 4),
-        "by_time": sum(known[mutant.name]["killed_by"] == "time" for mutant in tried),
-        "killed_and_counted_by_room": rooms,
-        "survivors": survivors,
-    }
+    num_equivalent = sum(bool(entry["equivalent"]) for entry in survivors)
+    counted, killed = len(tried) - num_equivalent, len(tried) - len(survivors)
+    record = {"seed": SEED, "places": places, "counted": counted, "killed": killed, "survivors": survivors}
     RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    print(f"{killed} of {counted} killed, {killed / max(counted, 1):.1%}; {len(equivalent)} change nothing: {RECORD}")
+    print(f"{killed} of {counted} killed, {killed / max(counted, 1):.1%}; {num_equivalent} change nothing: {RECORD}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--first", type=int, default=SAMPLE, help="number of mutants of the sample, which has a random order"
-    )
+    parser.add_argument("--first", type=int, default=SAMPLE, help="number of mutants of the sample, in random order")
     parser.add_argument("--again", action="store_true", help="try those that lived again")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -195,9 +179,8 @@ def main() -> None:
         known = {name: found for name, found in known.items() if found["killed_by"]}
     with contextlib.suppress(KeyboardInterrupt):  # the tried mutants are kept
         rest = [mutant for mutant in sample if mutant.name not in known]
-        sources = {
-            mutant.file: (ROOT / mutant.file).read_bytes() for mutant in rest
-        }  # the working tree may be edited meanwhile
+        # all at once, since the working tree may be edited meanwhile
+        sources = {mutant.file: (ROOT / mutant.file).read_bytes() for mutant in rest}
         for name, found in in_copies(folders, tried, [(m, sources[m.file], chosen(m, tests)) for m in rest]):
             known[name] = found
             kept.write_text(json.dumps(known))
