@@ -19,7 +19,8 @@ class Chart {
     const lines = chart.panels.flatMap((panel) => panel.lines);
     const sorted = (values) => [...new Set(values)].sort((a, b) => a - b);
     this.steps = sorted([...lines.filter((line) => line.kind !== "limit").flatMap((line) => line.x), ...chart.marks.map(([step]) => step)]);
-    this.x = sorted([...this.steps, ...lines.flatMap((line) => line.x)]);
+    const ends = chart.bands.flatMap(([first, last]) => [first, last]); // a run may end in values that are not finite
+    this.x = sorted([...this.steps, ...ends, ...lines.flatMap((line) => line.x)]);
     this.whole = [this.x[0], this.x.at(-1)].map((step, index, [first, last]) => (first === last ? step + 2 * index - 1 : step));
     const label = (step, norm) => `${chart.unit} ${step}: ${norm === null ? "not finite" : short(norm)}`;
     this.marks = chart.marks.map(([step, norm, place, note]) => ({ step, norm, link: make("a", { href: `#${place}`, tabIndex: -1, className: norm > 0 ? "mark" : "mark lost", ariaLabel: `${chart.noun} at ${chart.unit} ${step}`, title: `${label(step, norm)}, ${note}` }) }));

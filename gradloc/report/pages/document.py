@@ -20,7 +20,9 @@ from ...explain.text import numbered, one_line, plural, span, spoken
 from ...record import Culprit, Event, PartShare, PathEntry, Search
 from ...record.bundle import Sequence as TokenSequence
 from ...record.columns import COLUMNS, OF_A_TOKEN
+from ..logs.recording import Metrics
 from ..runs.events import bundle_folder, read_actor
+from ..runs.overview import HEAD, overview
 from ..runs.run import RunFolder
 
 _MAX_IN_TABLE = 40
@@ -60,6 +62,11 @@ class Table(NamedTuple):
 
     head: tuple[str, ...]
     rows: list[tuple[str | TokenCell, ...]]
+
+
+def course_table(metrics: Metrics) -> Table:
+    """Make the table of what a run's main metrics did, without their courses."""
+    return Table(HEAD[:-1], [course.numbers for course in overview(metrics)])
 
 
 class Facts(NamedTuple):

@@ -15,8 +15,9 @@ from ...explain.text import one_line, printable
 from ...record import Culprit, Event
 from ...record.columns import OF_A_TOKEN
 from ..output import as_json
+from ..runs.overview import overview
 from ..runs.run import RunFolder
-from .document import Block, EventDocument, Facts, Heading, Lines, Table, TokenCell, document
+from .document import Block, EventDocument, Facts, Heading, Lines, Table, TokenCell, course_table, document
 
 EVENT_COLUMNS: dict[str, Callable[[Event], Any]] = {
     "event_id": lambda event: _quoted(event.event_id),
@@ -60,6 +61,7 @@ def to_json(run: RunFolder, events: list[Event]) -> str:
         document["diagnoses"] = [
             {"run": found.run.name, "unit": found.run.unit, "judged": found.is_judged}
             | {name: getattr(found, name) for name in said}
+            | {"metrics": [course.facts() for course in overview(found.run.metrics)]}
             for found in run.diagnoses
         ]
     return as_json(document)
@@ -99,6 +101,8 @@ def to_markdown(run: RunFolder, events: list[Event]) -> str:
         found = [*kind, *said.sentences[:-1], said.ground, *said.sentences[-1:]]
         lines += [f"- {escape(sentence)}" for sentence in found]
         lines += ["", *_lines({"": said.command})] if said.command else []
+        courses = course_table(said.run.metrics)
+        lines += ["", *paragraphs(courses)] if courses.rows else []
     for event in events:
         lines += ["", "".join(issue(document(event, run)))]
     return printable("\n".join(lines).rstrip()) + "\n"

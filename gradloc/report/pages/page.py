@@ -35,7 +35,7 @@ from ..runs.events import Events
 from ..runs.health import judge, ranges
 from ..runs.run import RunFolder
 from . import script_data
-from .document import EventDocument, document, place_in_batch
+from .document import EventDocument, course_table, document, place_in_batch
 from .exports import issue
 from .panel import Panel
 
@@ -78,7 +78,7 @@ def render(run: RunFolder, events: Events | None = None) -> str:
     sparks: list[tuple] = []
     if diagnosis:
         health.is_surviving = bool(run.runs[0].overwritten)
-        health.heed(diagnosis.is_unrecovered, diagnosis.worst and diagnosis.worst.peak.step)
+        health.heed(diagnosis)
         run.notes += diagnosis.limits
         if explosion := diagnosis.worst:
             sparks = [(part, *drawings.spark(part, explosion.peak.step)) for part in aftermath(explosion)]
@@ -101,6 +101,7 @@ def render(run: RunFolder, events: Events | None = None) -> str:
         health=health,
         diagnosis=diagnosis,
         sparks=sparks,
+        courses=course_table(run.metrics),
         analyses=_analyses(run),
         show=run.show_command("ID"),
     )

@@ -7,12 +7,12 @@ from typing import Any
 
 from ...explain.numbers import number
 from ...explain.text import one_line, spoken, times
-from ...health.rules import ENTROPY, REFERENCE_KL, SCORES
 from ..logs.recording import MAX, MEAN, Metrics
 from ..runs.comparison import Comparison
 from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow
 from ..runs.health import RunHealth
+from ..runs.overview import overview
 from ..runs.run import RunFolder
 
 POINTS = 4000
@@ -24,15 +24,17 @@ OTHERS = 6
 SPANS = 120
 """Most parts of the strip of states; each unhealthy one is a tab stop."""
 THRESHOLD = "gradloc/threshold"
-BELOW = {"reward": SCORES, "entropy": ENTROPY, "KL": (*REFERENCE_KL, "actor/ppo_kl")}
-"""Panels under the norm, with their metrics: the first that the run logs and that is not always 0."""
+PANELS = 5
+"""Most metrics that are drawn below the norm."""
+FAR = 100.0
+"""From this multiple of its lowest value on, a metric that is always above 0 is drawn on a log scale."""
 
 Chart = dict[str, Any]
 Points = list[tuple[int, float]]
 
 
 def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = None) -> Chart | None:
-    """Return the chart of norm, threshold and events, with reward, entropy and KL below; None without data.
+    """Return the chart of norm, threshold and events, with the other main metrics below; None without data.
 
     Of a run that has only a log, the diagnosis's spikes are marked, with the threshold of the trigger's rule.
     """
@@ -42,19 +44,24 @@ def run_chart(run: RunFolder, health: RunHealth, diagnosis: Diagnosis | None = N
     lines = []
     if metrics.get(MAX) != metrics.get(MEAN):
         lines += _line(metrics.known(MAX), "largest of the step", "spike")
-    lines += _line(metrics.known(MEAN), "mean of the step", "calm")
+    lines += _line(metrics.known(MEAN), "mean of the step" if diagnosis is None else metrics.own_norm, "calm")
     limits = metrics.known(THRESHOLD) or _threshold(metrics, events)
     if diagnosis is not None:
         steps = sum(diagnosis.judged, [])  # of all segments
         limits = limits or sorted({step.step: step.threshold for step in steps if step.threshold is not None}.items())
     lines += _line(limits, "threshold", "limit")
     lines += _others(run)
-    panels = [{"title": "gradient norm", "is_log": True, "lines": lines}]
-    for title, names in BELOW.items():
-        name = next((name for name in names if any(metrics.finite(name))), None)
-        if name is not None:
-            panels.append({"title": title, "is_log": False, "lines": _line(metrics.known(name), name, "calm")})
     marks = _marks(events) if diagnosis is None else _spikes(diagnosis)
+    panels = [{"title": "gradient norm", "is_log": True, "lines": lines}] if lines or marks else []
+    norms = {metrics.own(name) for name in (MAX, MEAN)}
+    others = [
+        (course.name, points) for course in overview(metrics) if course.name not in norms and (points := course.known)
+    ]
+    for name, points in others[:PANELS]:
+        low, high = (pick(value for _, value in points) for pick in (min, max))
+        panels.append({"title": name, "is_log": high > FAR * low > 0, "lines": _line(points, name, "calm")})
+    if not panels:
+        return None
     noun = "event" if diagnosis is None else "spike"
     return _chart(panels, metrics.unit) | {"marks": marks, "noun": noun, "bands": health.spans(SPANS)}
 

@@ -22,6 +22,7 @@ from ..output import say, silence
 from ..runs.diagnosis import Diagnosis
 from ..runs.events import EventRow, Events
 from ..runs.health import TOO_SHORT, judge
+from ..runs.overview import HEAD, overview
 from ..runs.run import EventGroup, RunFolder
 from ..runs.spikes import Judged
 from .document import Block, EventDocument, Facts, Fold, Heading, Lines, Section, TokenCell, document
@@ -33,6 +34,10 @@ EVENTS = 30
 """Most events in the summary, the last ones."""
 CULPRITS = 8
 """Most culprits listed per event."""
+COURSE_WIDTH = 40
+"""Most marks of a metric's course."""
+NAME_WIDTH = 22
+"""Most letters of a metric's name; of a longer one, the end."""
 RUNS = 20
 """Most other runs of a log that are listed."""
 
@@ -203,7 +208,7 @@ def diagnosis(folder: RunFolder) -> None:
     for sentence in first.sentences[:-1]:
         out.print(visible(sentence))
     health = judge(first.run.parts)
-    health.heed(first.is_unrecovered, first.worst and first.worst.peak.step)
+    health.heed(first)
     if first.kind or health.num_unwell or health.is_too_short or not health:  # else health names rows and metrics
         out.print(visible(first.ground), style="dim")
     if first.advice:
@@ -211,8 +216,12 @@ def diagnosis(folder: RunFolder) -> None:
     if first.command:
         out.print(f"    {visible(first.command)}", style="cyan", soft_wrap=True)
     out.print()
-    for line in curve(first.judged, max(out.width - 12, 20), first.run.metrics):
+    drawn = curve(first.judged, max(out.width - 12, 20), first.run.metrics)
+    for line in drawn:
         out.print(line)
+    if drawn:
+        out.print()
+    _print_overview(out, first.run.metrics)
     is_said = health and (health.is_too_short if first.headline.startswith(TOO_SHORT) else health.is_finite_alone)
     if health and not is_said and (health.num_unwell or not first.kind):  # what saw nothing contradicts no kind
         out.print(f"Health: {health.headline}")
@@ -240,6 +249,18 @@ def diagnosis(folder: RunFolder) -> None:
             steps["how far rollout engine and trainer differ"] = f"gradloc mismatch {where}"
         steps["the page"] = f"gradloc {where} -o page.html"
         _print_next(out, steps)
+
+
+def _print_overview(out: Console, metrics: Metrics) -> None:
+    """Print what the main metrics did."""
+    courses = overview(metrics)
+    if not courses:
+        return
+    rows = [(one_line(name, NAME_WIDTH, keep="end"), *others) for name, *others in (each.numbers for each in courses)]
+    taken = sum(max(map(len, column)) + 1 for column in zip(HEAD[:-1], *rows, strict=True))
+    width = min(max(out.width - taken - 1, len(HEAD[-1])), COURSE_WIDTH)
+    drawn = ((*row, course.bars(width)) for row, course in zip(rows, courses, strict=True))
+    out.print(table(HEAD, drawn, gap=1))
 
 
 def _head(first: Diagnosis) -> str:

@@ -22,7 +22,7 @@ def course(known: Points) -> str:
     ', and hardly moved: all its 40 values are about 2.'
     """
     clauses = (_got_stuck, _hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _stood_out)
-    plain = f", and none of its {plural(len(known), 'value')} stands out."
+    plain = f", and none of its {plural(len(known), 'value')} is twice those around it."
     return next(filter(None, (clause(known) for clause in clauses)), plain)
 
 
@@ -75,24 +75,35 @@ def _climbed(known: Points) -> str:
 
 
 def past_its_best(known: Points, best: str = "lowest") -> str:
-    """Say that values end above their lowest sixth, if they do by more than such parts scatter.
+    """Say that values end above their lowest level, see :func:`best_level`; empty where they do not.
 
     Values that are best when they are ``highest``, such as rewards, are given with their signs turned.
     """
+    if (found := best_level(known)) is None:
+        return ""
+    (was, step, now), sign = found, -1 if best == "highest" else 1
+    levels = f"{number(sign * was, 3)}, around step {step}, and its last is {number(sign * now, 3)}"
+    return f"; its {best} level was {levels} (medians)."
+
+
+def best_level(known: Points) -> tuple[float, int, float] | None:
+    """Return the median of the last sixth of the values that is as low as any, a step within it, and the median of the
+    last sixth of all; None where that is not above it by more than such parts scatter.
+    """
     size = len(known) // 6
     if size < NEAR:
-        return ""
+        return None
     ends = [len(known) - back * size for back in range(6)]
     parts = [[value for _, value in known[end - size : end]] for end in ends]
     middles = [*map(median, parts)]
     low = min(range(6), key=middles.__getitem__)
     was, now = middles[low], middles[0]
     scatter = median(abs(value - middles[part]) for part in (low, 0) for value in parts[part])
-    if not was or now - was < max(6 * scatter / math.sqrt(size), abs(was) / 20):
-        return ""
-    step, sign = known[ends[low] - size // 2][0], -1 if best == "highest" else 1
-    levels = f"{number(sign * was, 3)}, around step {step}, and its last is {number(sign * now, 3)}"
-    return f"; its {best} level was {levels} (medians)."
+    bound = max(6 * scatter / math.sqrt(size), abs(was) / 20)
+    if not was or now - was < bound:
+        return None
+    last = next(part for part in range(6) if middles[part] <= was + bound / 2)
+    return middles[last], known[ends[last] - size // 2][0], now
 
 
 def _did_not_fall(known: Points) -> str:

@@ -24,7 +24,7 @@ HIGH = [9.0, 5.0, 5.1, 4.8, 12.0, 5.0, 4.9, 5.2, 5.0, 4.8, 5.1, 5.0]
 @pytest.mark.parametrize(
     ("losses", "said"),
     [
-        (noisy(*FALLING), ", and none of its 120 values stands out."),
+        (noisy(*FALLING), ", and none of its 120 values is twice those around it."),
         (noisy(*[2.3] * 40, noise=0.001), ", and hardly moved: all its 40 values are about 2.3."),
         ([*noisy(*FALLING[:20]), *STUCK], ", and is 0.693 in each of its last 20 values."),
         (noisy(*[2.3] * 40, noise=0.03), ", and did not fall: its median is"),
