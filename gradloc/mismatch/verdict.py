@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def is_healthy(self) -> bool:
-        return self.kinds == ("noise",)
+        return self.kinds == ("noise",) or self.worst == 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def judge(given: Columns) -> Verdict:
         why_not = DOUBTS[RAISED].format(**evidence[RAISED])
     numbers = stats.identity(whole.d)
     worst = float(np.abs(whole.d).max())
+    if worst == 0:
+        why_not = DOUBTS["same"]
     if [*evidence] == ["noise"] and worst > max(TOO_FAR, TIMES_TOO_FAR * tokens.scale) and not why_not:
         count = int((np.abs(whole.d) > max(TOO_FAR / 2, TIMES_TOO_FAR / 2 * tokens.scale)).sum())
         why_not = DOUBTS["few"].format(count=count, worst=worst)

@@ -223,6 +223,14 @@ def test_the_terminal_says_the_numbers_that_the_verdict_rests_on_and_json_and_pa
     assert "tokens that the slope is of" in page
 
 
+def test_a_column_that_is_a_copy_of_the_other_is_no_noise(tmp_path, capsys):
+    (tmp_path / "same.jsonl").write_text(
+        "".join(f"{json.dumps({'rollout_logprobs': r, 'trainer_logprobs': r})}\n" for r in B.tolist())
+    )
+    main(["mismatch", str(tmp_path / "same.jsonl")])
+    assert "Cannot tell: the columns are the same at every token" in " ".join(capsys.readouterr().out.split())
+
+
 def test_of_several_steps_each_is_told(tmp_path, capsys):
     nemo_rl(tmp_path)
     (tmp_path / "train_data_step7.jsonl").rename(tmp_path / "train_data_step12.jsonl")
