@@ -57,6 +57,11 @@ def guarded(work: Callable[[], int]) -> int:
     except ReportError as error:
         say(f"gradloc: {one_line(str(error), 5000)}", sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("gradloc"):
+            raise
+        say(f"gradloc: {error.name} is needed for this and not installed: pip install {error.name}", sys.stderr)
+        return 2
     except BrokenPipeError:
         silence()
         return code

@@ -184,3 +184,17 @@ def test_a_command_ends_with_its_own_code_where_nobody_reads_it(words, code, end
     done = subprocess.run(["bash", "-c", started], cwd=REPO, capture_output=True, text=True)
     said = "gradloc: standard output: No space left on device.\n" if "full" in end else ""
     assert (done.returncode, done.stderr) == (2 if said else code, said)
+
+
+def test_a_package_that_is_missing_is_named(tmp_path):
+    (tmp_path / "train.log").write_text("step 1 loss 2.0\n")
+    run = "import sys; sys.modules['rich'] = None; from gradloc.command import main; sys.exit(main(['train.log']))"
+    made = subprocess.run([sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 2 and made.stderr.startswith("gradloc: rich") and "pip install rich" in made.stderr
+    assert made.stderr.count("\n") == 1
+
+
+def test_a_loss_is_not_taken_for_the_norm(tmp_path, refused):
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"step {step} loss {2 - step / 50}\n" for step in range(20)))
+    assert "loss is a loss, and --metric names the gradient norm" in refused(path, "--metric", "loss")

@@ -23,6 +23,8 @@ from . import EXIT_CODES, add_fail_on, add_log_arguments, add_set_argument, assi
 
 MARKS = {"healthy": ("·", "green"), "warning": ("!", "yellow"), "danger": ("X", "bold red")}
 """Each state's mark and style."""
+UNRECOVERED = ("~", "yellow")
+"""Mark of steps that no rule finds fault with, after a fault from which the run did not come back."""
 STRIP_WIDTH, STRIP_LINES = 60, 5  # in a longer run, a mark is several steps
 EPILOG = f"""\
 examples:
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError(why or nothing)
     for run, health, diagnosis in zip(folder.runs, healths, folder.diagnoses, strict=True):
         if health and not folder.events:
-            health.heed(diagnosis.is_unrecovered, diagnosis.worst and diagnosis.worst.peak.step)
+            health.heed(diagnosis)
         health.notes += filter(None, [missing_norm(run.parts[-1], run.name), sampling_cut(run.config, run.trainer)])
     if args.json:
         output.deliver(None, _json(folder, healths[0]))
@@ -178,10 +180,13 @@ def _strip(health: RunHealth) -> Text:
         text.append(f"{health.unit} {line[0].step:>6}  ", style="dim")
         for first in range(0, len(line), steps_per_mark):
             worst = max(line[first : first + steps_per_mark], key=lambda verdict: STATES.index(verdict.state))
-            text.append(*MARKS[worst.state])
+            is_after = worst.state == STATES[0] and health.begin is not None and worst.step >= health.begin
+            text.append(*(UNRECOVERED if is_after else MARKS[worst.state]))
         text.append("\n")
     meant = {"healthy": "within every rule"}  # which need not be healthy: rules learn a new level
     legend = ", ".join(f"{mark} {meant.get(state, state)}" for state, (mark, _) in MARKS.items())
+    if UNRECOVERED[0] in text.plain:
+        legend += f", {UNRECOVERED[0]} within them, after a fault from which the run did not recover"
     if steps_per_mark > 1:
         legend += in_unit(f"; {steps_per_mark} steps to a mark", health.unit)
     return text.append(legend, style="dim")

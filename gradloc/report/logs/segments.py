@@ -149,6 +149,8 @@ def runs_of(chains: Iterable[Sequence[Recording]], metric: str | None = None) ->
     for chain in chains:
         runs += _linked(sorted(chain, key=lambda recording: recording.rows[0][0]))
     own = {name for run in runs for name in run.parts[0].own_names}
+    if metric in own and is_training_loss(metric):
+        raise ReportError(f"{metric} is a loss, and --metric names the gradient norm: leave it out, losses are judged.")
     for run in runs:
         _use_known_names(run, metric)
     if metric is not None and not any(MEAN in part.series for run in runs for part in run.parts):

@@ -11,7 +11,7 @@ from statistics import median
 
 from ...explain.advice import sampling_cut
 from ...explain.numbers import number
-from ...explain.text import in_unit, listed, plural
+from ...explain.text import in_unit, plural
 from ...health import HealthConfig
 from ...health.rules import SCORES
 from ..logs.names import is_norm, is_training_loss
@@ -19,8 +19,8 @@ from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
 from .course import course, past_its_best
 from .effects import begin_of, effects_of, fall_meanwhile, loss_at
-from .health import LOSSES, TOO_SHORT, ranges
-from .resuming import advise, count_again, is_left_behind, is_overwritten, resume_before
+from .health import LOSSES, TOO_SHORT
+from .resuming import advise, count_again, is_left_behind, is_overwritten, overwritten, resume_before
 from .signals import (
     ADVERSARIAL,
     BLOWN,
@@ -71,6 +71,8 @@ class Diagnosis:
     """Judged steps of each segment."""
     is_judged: bool = True
     """Whether the log has enough rows to call the run healthy where nothing is found."""
+    begin: int | None = None
+    """The first step that shows the fault; None where nothing was found, or no step is known."""
     is_left_behind: bool = False
     """Whether a resume from before the explosions got past them."""
 
@@ -143,7 +145,7 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
     limits = [limit for at, steps in enumerate(judged) for limit in _warmup(steps, warmup, at)]
     limits += [*_unsized(run), *_unseen(run), *minor_skips(run), *filter(None, [sampling_cut(run.config, run.trainer)])]
     explosions = _worst_first(run, judged)
-    limits += _overwritten(run, explosions[0] if explosions else None)
+    limits += overwritten(run, explosions[0] if explosions else None)
     made = Diagnosis(run, "", explosions=explosions, limits=[*dict.fromkeys(limits)], judged=judged)
     kind, masked = clipped_or_zero(judged, [value for _, value in loss_of(run.metrics)[1]])
     if made.explosions:
@@ -163,7 +165,7 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
 def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     """Diagnose a run that logs no gradient norm."""
     missing = missing_norm(run.parts[-1], run.name)
-    made = Diagnosis(run, missing, limits=[*_unsized(run), *_unseen(run), *minor_skips(run), *_overwritten(run)])
+    made = Diagnosis(run, missing, limits=[*_unsized(run), *_unseen(run), *minor_skips(run), *overwritten(run)])
     counts = (len(run.metrics.known(name)) for effect in EFFECTS for name in effect.names)
     made.is_judged = bool(signs) or max(counts) > HealthConfig().warmup
     if signs:
@@ -260,7 +262,7 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     if worst.kind == "level" and is_hurt is False and (fell := fall_meanwhile(worst)):
         made.explosions[0] = worst = replace(worst, kind="learning")
         effects = fell
-    made.kind = worst.kind
+    made.kind, made.begin = worst.kind, worst.first
     also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
     if worst.kind in ("back", *HARMLESS):  # a jump of the loss elsewhere is another finding
         near = range(worst.first, worst.steps[-1].step + 2)
@@ -302,7 +304,7 @@ def _on_tokens(run: LoggedRun, step: int, is_on_advised: bool) -> str:
 def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
     """Make findings of other metrics than the norm the headline and the sentences of a diagnosis."""
     first, *others = found
-    made.kind, made.headline = first.kind, first.sentence
+    made.kind, made.headline, made.begin = first.kind, first.sentence, first.first
     made.sentences += [finding.sentence for finding in others]
     if not first.advice and first.before is not None:
         before = min(finding.before for finding in found if finding.before is not None)
@@ -384,27 +386,6 @@ def _warmup(steps: Sequence[Judged], warmup: int, part: int) -> list[str]:
         return [f"The trigger's rule learned no threshold from {plural(num_finite, 'finite norm')}: {reported}."]
     where = " after a resume" if part else ""
     return [f"The first {len(silent)} steps{where} have no threshold yet: there, {reported}."]
-
-
-def _overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
-    """Note which steps a resume overwrote, and the worst norm that was discarded where ``told`` is not about it."""
-    parts: dict[tuple[str, str], list[str]] = {}
-    for segment, lost in run.overwritten:
-        num_logged = max(sum(step in each.metrics.steps for each in run.segments) for step in lost)
-        verb = "was" if len(lost) == 1 else "were"
-        how = {1: "discarded", 2: "logged twice"}.get(num_logged, f"logged {num_logged} times")
-        norms = [(norm, step) for step, norm in segment.metrics.logged(segment.metrics.norm or "") if step >= lost[0]]
-        peak, step = max(norms, key=lambda entry: (not math.isfinite(entry[0]), entry[0]), default=(0.0, 0))
-        is_told = not norms or told is not None and step in [each.step for each in told.steps]
-        discarded = "" if is_told else f"{number(peak, 3)} at step {step}"
-        parts.setdefault((f"{plural(len(lost), 'step')} ({ranges(lost)})", f"{verb} {how}"), []).append(discarded)
-    made = []
-    for (steps, how), discarded in parts.items():
-        times = "" if len(discarded) == 1 else f" {len(discarded)} times"
-        worst = [*dict.fromkeys(filter(None, discarded))]
-        more = f"; the largest norm that was discarded is {listed(worst)}" if worst else ""
-        made.append(f"The run was resumed{times}: {steps} {how}{more}.")
-    return made
 
 
 def _others(explosions: Sequence[Explosion]) -> list[str]:

@@ -142,12 +142,12 @@ def fall_meanwhile(worst: Explosion) -> str:
 
 
 def loss_at(worst: Explosion) -> list[str]:
-    """Name the highest loss of an explosion's own steps, if it is far above the ones before them."""
+    """Name the highest loss of an explosion's own steps, if it is above the ones before them."""
     name, logged = loss_of(surviving(worst.segment))
     before = [value for at, value in logged if at < worst.first and math.isfinite(value)][-LEVEL:]
     own = [(value, at) for at, value in logged if worst.first <= at <= worst.steps[-1].step]
     loss, step = max(own, default=(0.0, 0))
-    if len(before) < LEVEL or not loss > 1.5 * max(before) > 0:
+    if len(before) < LEVEL or not loss > 1.2 * max(before) > 0:
         return []
     return [f"{name} is {number(loss, 3)} at step {step}, and was {number(median(before), 3)} before it."]
 

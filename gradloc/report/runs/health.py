@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...explain.text import in_unit, plural
 from ...health import STATES, HealthConfig, Judge, Judgement, Reason
@@ -15,6 +15,9 @@ from ...health.rules import READ
 from ..logs.names import is_norm, listed
 from ..logs.recording import Metrics
 from ..memory import uncollected
+
+if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
 
 LOGGED = "health/state"
 TOO_SHORT = "Too short to judge"
@@ -60,14 +63,18 @@ class RunHealth:
     """Whether steps that a resume overwrote were left out."""
     spike: int | None = None
     """Step of the run's worst spike by its norms."""
+    begin: int | None = None
+    """First step of a fault from which the run did not recover; None without one."""
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.verdicts)
 
-    def heed(self, is_unrecovered: bool, spike: int | None) -> None:
+    def heed(self, diagnosis: "Diagnosis") -> None:
         """Take over what the run's diagnosis found, which its headline must not contradict."""
-        self.is_unrecovered, self.spike = is_unrecovered, spike
+        self.is_unrecovered = diagnosis.is_unrecovered
+        self.spike = diagnosis.worst and diagnosis.worst.peak.step
+        self.begin = diagnosis.begin if self.is_unrecovered else None
 
     @property
     def state(self) -> str:

@@ -4,13 +4,18 @@
 A checkpoint is named only if it is certainly the run's own.
 """
 
+import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 
 from ...explain.advice import is_trl
-from ..logs.segments import LoggedRun, surviving
+from ...explain.numbers import number
+from ...explain.text import listed, plural
+from ..logs.segments import LoggedRun, Segment, surviving
 from .checkpoints import checkpoints
 from .effects import begin_of, deciding_metric
+from .health import ranges
 from .signals import EARLIER, begins, from_start, interval, loss_of, onset, trainer_class
 from .spikes import HARMLESS, Explosion
 
@@ -29,6 +34,42 @@ def turn_on(run: LoggedRun) -> str:
 def is_overwritten(run: LoggedRun, explosion: Explosion) -> bool:
     """Return whether the run was resumed from before it, and logged its step again."""
     return any(explosion.peak.step in lost for segment, lost in run.overwritten if segment is explosion.segment)
+
+
+def overwritten(run: LoggedRun, told: Explosion | None = None) -> list[str]:
+    """Note which steps were logged again after a resume, or never again, with the worst norms that were discarded.
+
+    ``told`` is an explosion that was described already.
+    """
+    counts = Counter(step for part in run.parts for step in part.steps)
+    lost = sorted({step for _, steps in run.overwritten for step in steps})
+    again = [step for step in lost if counts[step] > 1]
+    worst = dict.fromkeys(filter(None, (_worst_discarded(part, steps[0], told) for part, steps in run.overwritten)))
+    more = f"; the largest norm that was discarded is {listed([*worst])}" if worst else ""
+    times = f" {len(run.overwritten)} times" if len(run.overwritten) > 1 else ""
+    most, least = (pick((counts[step] for step in again), default=0) for pick in (max, min))
+    how = "twice" if most == 2 else f"{most} times" if most == least else f"up to {most} times"
+    gone = [step for step in lost if counts[step] == 1]
+    said = [(again, f"logged {how}"), (gone, "discarded")]
+    parts = [
+        f"{plural(len(steps), 'step')} ({ranges(steps)}) {'was' if len(steps) == 1 else 'were'} {done}"
+        for steps, done in said
+        if steps
+    ]
+    is_resumed = any(len(steps) > 1 for _, steps in run.overwritten)  # one step again may be the end of an epoch
+    begin = f"The run was resumed{times}: " if is_resumed else ""
+    return [f"{begin}{' and '.join(parts)}{more}."] if parts else []
+
+
+def _worst_discarded(segment: Segment, first: int, told: Explosion | None) -> str:
+    """Return the largest norm of a segment from a step on, with its step; empty where ``told`` is about it."""
+    metrics = segment.metrics
+    norms = [(norm, step) for step, norm in metrics.logged(metrics.norm or "") if step >= first]
+    if not norms:
+        return ""
+    peak, step = max(norms, key=lambda norm: (not math.isfinite(norm[0]), norm[0]))
+    is_told = told is not None and any(each.step == step for each in told.steps)
+    return "" if is_told else f"{number(peak, 3)} at step {step}"
 
 
 def is_left_behind(run: LoggedRun, explosions: Sequence[Explosion]) -> bool:

@@ -19,6 +19,7 @@ from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES, VALUE_LOSS
 from ..logs.names import is_training_loss
 from ..logs.recording import SKIPPED, Metrics, Skip
 from ..logs.segments import LoggedRun
+from .course import best_level
 from .health import LOSSES, ranges
 from .levels import NEAR, Rise, peak, rises, scaled
 
@@ -477,6 +478,12 @@ def _lasting(metrics: Metrics) -> Sign | None:
     if not rise.is_sudden:
         was = median(values[max(rise.at - NEAR, rise.low.start) : rise.at])
         now = median(values[-max(len(rise.low) // 3, NEAR) :])
+        if (
+            first.effect is REWARD
+            and (best := best_level([(step, -value) for step, value in known]))
+            and -best[0] > was
+        ):
+            was, step = -best[0], best[1]  # it may have begun to fall long before it fell this far
         what, worst = ("low", min(values[rise.at :])) if first.is_fall else ("peak", max(values[rise.at :]))
         way = f", after a {what} of {number(worst, 2)}" if abs(worst - was) > 1.5 * abs(now - was) else ""
         change = f"from {number(was, 2)} around step {step} to {number(now, 2)} at the end{way}"

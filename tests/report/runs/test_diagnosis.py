@@ -158,6 +158,20 @@ def test_a_step_that_failed_at_each_resume_is_not_resumed_from_there_again(shown
     assert "Change something before the next resume" in said and "checkpoint before step 400" in said
 
 
+def test_steps_that_were_logged_again_are_counted_once(tmp_path, shown):
+    steps = [*range(1, 21), *range(16, 31), *range(26, 41), *range(29, 61)]
+    path = tmp_path / "train.jsonl"
+    rows = [{"step": step, "loss": 2.0 - row / 100} for row, step in enumerate(steps)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = "The run was resumed 3 times: 20 steps (16-20, 26-40) were logged up to 3 times."
+    assert said in shown(path)
+
+
+def test_health_marks_what_follows_a_fault_that_stays(shown):
+    said = shown("health", DATA / "pieces" / "a-loss-that-is-two-fifths-higher.csv")
+    assert "~~~~" in said and "did not recover" in said
+
+
 def test_health_names_the_first_step_that_was_not_healthy_and_the_rule_that_found_it(shown):
     said = shown(DATA / "logs" / "console" / "nan.log")
     assert "the first at step 47 (warning); first danger at step 54" in said
