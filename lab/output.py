@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the records and tables that experiments and benchmarks leave. Standard library only."""
+"""Write the records, tables and figures of experiments and benchmarks. Standard library only, except for figures."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,14 @@ def table(rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table; the first row is its head."""
     head, *body = (list(map(str, row)) for row in rows)
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
+
+
+@contextlib.contextmanager
+def figure(path: Path, width: float, num_plots: int, height: float = 4.2) -> Iterator[Any]:
+    """Yield a figure and its plots, side by side; save them as a PNG on exit."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    yield made, made.subplots(1, num_plots)
+    # Without metadata, two drawings of the same runs are the same bytes.
+    made.savefig(path, dpi=100, metadata={"Software": None})

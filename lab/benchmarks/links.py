@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -37,7 +37,7 @@ from torch import nn
 import gradloc
 from lab.benchmarks.run import Parser, Record, finish, in_processes, seeds_of
 from lab.experiments.verdict import read_events
-from lab.output import table
+from lab.output import figure, table
 
 MODELS = ("gpt", "llama")
 FAULTS = {
@@ -100,35 +100,30 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
+def _from(*choices: float) -> Any:
+    """Declare a field of :class:`Plan` that is one of these."""
+    return field(metadata={"choices": choices})
+
+
 @dataclass(frozen=True)
 class Plan:
     """The settings that a seed draws."""
 
     model: str
     seed: int
-    width: int
-    depth: int
-    rate: float
-    decay: float
-    second_beta: float
-    micro_batches: int
-    rows: int
+    width: int = _from(32, 64, 96)
+    depth: int = _from(2, 3, 4)
+    rate: float = _from(5e-4, 1e-3, 2e-3)
+    decay: float = _from(0.0, 0.01, 0.1)
+    second_beta: float = _from(0.95, 0.99, 0.999)
+    micro_batches: int = _from(1, 2, 4)
+    rows: int = _from(2, 4, 8)
 
     @classmethod
     def of(cls, model: str, seed: int) -> "Plan":
         """Draw the plan of a seed."""
         rng = random.Random(f"{model} {seed}")
-        return cls(
-            model,
-            seed,
-            rng.choice((32, 64, 96)),
-            rng.choice((2, 3, 4)),
-            rng.choice((5e-4, 1e-3, 2e-3)),
-            rng.choice((0.0, 0.01, 0.1)),
-            rng.choice((0.95, 0.99, 0.999)),
-            rng.choice((1, 2, 4)),
-            rng.choice((2, 4, 8)),
-        )
+        return cls(model, seed, *(rng.choice(each.metadata["choices"]) for each in fields(cls)[2:]))
 
 
 class Plant:
@@ -469,22 +464,19 @@ def two_by_two(model: str, seed: int, fault: str) -> list[list[float]]:
 
 def picture(path: Path, seed: int = 11) -> None:
     """Draw :func:`two_by_two` of a fault of each link."""
-    import matplotlib.pyplot as plt
-
     torch.set_num_threads(1)
     faults = {"token": "batch", "learning_rate": "last update", "head_scale": "weights"}
-    figure, panels = plt.subplots(1, len(faults), figsize=(9, 2.9), layout="constrained")
-    for panel, (fault, link) in zip(panels, faults.items(), strict=True):
-        norms = torch.tensor(two_by_two("gpt", seed, fault))
-        panel.imshow(norms.log10(), cmap="OrRd", vmin=-0.6, vmax=2.8)
-        for row, column in itertools.product((0, 1), (0, 1)):
-            ink = "white" if norms[row, column] > 30 else "black"
-            panel.text(column, row, f"{norms[row, column]:.3g}", ha="center", va="center", fontsize=13, color=ink)
-        panel.set_xticks((0, 1), ("before the\nlast update", "at these\nweights"))
-        panel.set_yticks((0, 1), ("earlier\nbatch", "this\nbatch") if panel is panels[0] else ("", ""))
-        panel.set_title(f"{link}: {fault.replace('_', ' ')}", fontsize=11)
-        panel.tick_params(length=0)
-    figure.savefig(path, dpi=110)
+    with figure(path, 9, len(faults), height=2.9) as (_, panels):
+        for panel, (fault, link) in zip(panels, faults.items(), strict=True):
+            norms = torch.tensor(two_by_two("gpt", seed, fault))
+            panel.imshow(norms.log10(), cmap="OrRd", vmin=-0.6, vmax=2.8)
+            for row, column in itertools.product((0, 1), (0, 1)):
+                ink = "white" if norms[row, column] > 30 else "black"
+                panel.text(column, row, f"{norms[row, column]:.3g}", ha="center", va="center", fontsize=13, color=ink)
+            panel.set_xticks((0, 1), ("before the\nlast update", "at these\nweights"))
+            panel.set_yticks((0, 1), ("earlier\nbatch", "this\nbatch") if panel is panels[0] else ("", ""))
+            panel.set_title(f"{link}: {fault.replace('_', ' ')}", fontsize=11)
+            panel.tick_params(length=0)
 
 
 def sentence(rows: list[Record]) -> str:

@@ -8,7 +8,6 @@ which turns the runs that ended well into tables and writes its other files into
 """
 
 import argparse
-import contextlib
 import importlib
 import json
 import sys
@@ -77,17 +76,6 @@ def as_text(table: Table) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in table)
     return "\n".join("  ".join(line).rstrip() for line in padded)
-
-
-@contextlib.contextmanager
-def figure(path: Path, width: float, num_plots: int):
-    """Yield a figure and its plots, side by side; save them as a PNG on exit."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(width, 4.2), layout="constrained")
-    yield made, made.subplots(1, num_plots)
-    # Without metadata, two drawings of the same runs are the same bytes.
-    made.savefig(path, dpi=100, metadata={"Software": None})
 
 
 if __name__ == "__main__":

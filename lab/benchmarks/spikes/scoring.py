@@ -18,7 +18,7 @@ from lab.benchmarks.run import Record
 from lab.benchmarks.spikes.collection import AFTER, KINDS, TIMES, Kind, Truth, spike_of
 from lab.benchmarks.spikes.natural import NATURAL, STEPS, first_spike, measured_truth
 from lab.benchmarks.spikes.tools import TOOLS, Answer, Bisection, GradLoc, Tool, TrainScope
-from lab.output import table
+from lab.output import figure, table
 
 ALONE = (GradLoc, Bisection, TrainScope)
 """Tools that get a run of their own, as they have hooks on the model; the others share one."""
@@ -166,23 +166,17 @@ def _names(spikes: Sequence[Record]) -> list[str]:
 
 def picture(rows: Sequence[Record], path: Path) -> None:
     """Draw the shares of planted spikes with the right place, and with an innocent accused, as bars by tool."""
-    import matplotlib.pyplot as plt
-
     spikes = [row for row in planted(rows) if row["spike"] is not None]
     names = _names(spikes)[::-1]
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for offset, column, label, color in (
-        (0.2, "place", "right place", "#2a7f62"),
-        (-0.2, "innocent", "innocent", "#c0504d"),
-    ):
-        shares = [100 * sum(row["answers"][name][column] for row in spikes) / len(spikes) for name in names]
-        axes.barh([at + offset for at in range(len(names))], shares, 0.38, label=label, color=color)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xlim(0, 100)
-    axes.set_xlabel(f"% of {len(spikes)} spikes")
-    axes.legend(loc="lower right", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    bars = ((0.2, "place", "right place", "#2a7f62"), (-0.2, "innocent", "innocent", "#c0504d"))
+    with figure(path, 8, 1) as (_, axes):
+        for offset, column, label, color in bars:
+            shares = [100 * sum(row["answers"][name][column] for row in spikes) / len(spikes) for name in names]
+            axes.barh([at + offset for at in range(len(names))], shares, 0.38, label=label, color=color)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlim=(0, 100), xlabel=f"% of {len(spikes)} spikes")
+        axes.legend(loc="lower right", frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def sentence(rows: Sequence[Record]) -> str:

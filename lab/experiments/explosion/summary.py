@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from lab.experiments import summaries
 from lab.experiments.errors import ExperimentError
 from lab.experiments.verdict import read_events, read_lines
+from lab.output import figure
 
 LAST_STEPS = 5
 """Number of final steps for the weights' late movement."""
@@ -205,7 +206,7 @@ def draw(runs: list[Reading], twins: dict[str, Reading], path: Path) -> None:
         twins: run name -> its healthy twin.
         path: the PNG file.
     """
-    with summaries.figure(path, 13, 3) as (figure, plots):
+    with figure(path, 13, 3) as (made, plots):
         norms, rewards, distances = plots
         for index, reading in enumerate(runs):
             twin, steps = twins.get(reading.name), sorted(reading.steps)
@@ -222,4 +223,4 @@ def draw(runs: list[Reading], twins: dict[str, Reading], path: Path) -> None:
         distances.set(title="weights' distance from the healthy twin's", xlabel="steps taken")
         for axes in plots:
             axes.xaxis.get_major_locator().set_params(integer=True)
-        figure.legend(*norms.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        made.legend(*norms.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lab.experiments import summaries
 from lab.experiments.kk.wording import DATA_SOURCE
+from lab.output import figure
 
 LAST_STEPS = 5
 """Number of final steps that the training reward is averaged over."""
@@ -74,7 +75,7 @@ def spread(values: list[float | None]) -> str:
 
 def draw(arms: Arms, path: Path) -> None:
     """Plot each arm's training reward over steps: mean, minimum and maximum over seeds."""
-    with summaries.figure(path, 8, 1) as (_, axes):
+    with figure(path, 8, 1) as (_, axes):
         for index, (arm, group) in enumerate(arms.items()):
             columns = list(zip(*(rewards for rewards, _ in group), strict=False))  # as many as in the shortest run
             steps, color = range(1, len(columns) + 1), f"C{index}"

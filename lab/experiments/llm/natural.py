@@ -14,6 +14,7 @@ from typing import Any
 
 from lab.experiments import suite, summaries
 from lab.experiments.verdict import read_events
+from lab.output import figure
 
 NORM, REWARD = "actor/grad_norm_max", "critic/score/mean"
 MODES = ("observe", "mask", "skip", "heal", "twin")
@@ -233,7 +234,7 @@ def cures_row(arm: str, found: list[dict]) -> dict[str, str]:
 def draw(data: dict[str, Any], path: Path) -> None:
     """Draw the figure of docs/natural-spikes.md: each event's norm with and without its culprits, its largest one."""
     arms = list(dict.fromkeys(event["arm"] for event in data["events"]))
-    with summaries.figure(path, 11, 2) as (_, (steps, places)):
+    with figure(path, 11, 2) as (_, (steps, places)):
         for index, event in enumerate(sorted(observed(data), key=lambda event: event["norm"])):
             color = f"C{arms.index(event['arm'])}"
             ends = (event["norm_after"] or event["norm"], event["norm"])

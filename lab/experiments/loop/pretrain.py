@@ -27,7 +27,7 @@ from lab.experiments import summaries
 from lab.experiments.settings import PretrainSettings
 from lab.experiments.step_log import begin, log_step
 from lab.experiments.verdict import read_events
-from lab.output import table
+from lab.output import figure, table
 
 WINDOW = 32
 """Number of steps whose median is the usual norm; small, since the norm falls while the model learns."""
@@ -183,7 +183,7 @@ def peaks(result: dict[str, Any]) -> summaries.Table:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Plot every step's norm relative to the usual one, and mark the damaged documents' steps."""
     steps = range(WINDOW, len(result["norms"]) + 1)
-    with summaries.figure(path, 11, 1) as (_, axes):
+    with figure(path, 11, 1) as (_, axes):
         axes.plot(steps, [over_usual(result, step) for step in steps], color="0.6", linewidth=1)
         for index, kind in enumerate(KINDS):
             own = [step_of(name) for name, known in result["damaged"].items() if known == kind]
