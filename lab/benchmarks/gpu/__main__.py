@@ -42,17 +42,13 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
     least = min(parsed.tokens)
     if part == "two" and "RANK" not in os.environ:
         yield "two", lambda: cells.two_cell(device, parsed.size, least, parsed.out)
-    repeats = {"repeats": (cells.repeat_cell,)}
-    spikes = {plant: (cells.spike_cell, plant) for plant in PLANTS}
-    on_a_bench: dict[str, dict[str, tuple[Any, ...]]] = {
-        "first": {
-            "tracker": (cells.tracker_cell,),
-            **repeats,
-            **{name: spikes[name] for name in ("single_10", "three")},
-        },
-        "room": {f"way {number}": (cells.room_cell, number) for number in range(1, len(PLANS))},
-        "mask": {"mask": (cells.mask_cell,)},
-        "syncs": {"syncs": (cells.syncs_cell,)},
+    repeats = {"repeats": cells.repeat_cell}
+    spikes = {plant: partial(cells.spike_cell, plant=plant) for plant in PLANTS}
+    on_a_bench: dict[str, dict[str, Callable[[Bench], dict[str, Any]]]] = {
+        "first": {"tracker": cells.tracker_cell, **repeats, **{name: spikes[name] for name in ("single_10", "three")}},
+        "room": {f"way {number}": partial(cells.room_cell, number=number) for number in range(1, len(PLANS))},
+        "mask": {"mask": cells.mask_cell},
+        "syncs": {"syncs": cells.syncs_cell},
         "cells": repeats | spikes,
     }
     attentions_of = {"cells": parsed.attention or attentions(device)}
@@ -60,15 +56,15 @@ def cells_of(part: str, parsed: argparse.Namespace, device: torch.device) -> Ite
         for tokens in parsed.tokens if part == "cells" else [least]:
             bench = cache(partial(Bench, parsed.size, attention, tokens, parsed.dtype, device))
             where = f"{attention} {tokens} " if part == "cells" else ""
-            for name, measured in on_a_bench.get(part, {}).items():
-                yield where + name, partial(_on, bench, *measured)
+            for name, measure in on_a_bench.get(part, {}).items():
+                yield where + name, partial(_on, bench, measure)
 
 
-def _on(bench: Callable[[], Bench], measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+def _on(bench: Callable[[], Bench], measure: Callable[[Bench], dict[str, Any]]) -> dict[str, Any]:
     """Return a cell's facts; the first one makes the bench."""
     made = bench()
     with attended(made.attention, is_deterministic=False):
-        return made.facts() | measure(made, *given)
+        return made.facts() | measure(made)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,30 +21,17 @@ from gradloc.mismatch import KINDS as TABLE
 from gradloc.mismatch import judge
 from lab.output import table, write_json
 
-from .cases import KINDS, PRECISIONS, Maker
+from .cases import KINDS, PRECISIONS, Maker, Rows
 
 RANGE = 1.5  # nats of a picture
 
 
-def counted(draws: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """Return true kind -> name given -> number of batches, of pairs of both."""
+def counted(draws: Iterable[tuple[str, Rows]]) -> dict[str, dict[str, int]]:
+    """Return true kind -> name given -> number of batches, of true kinds and their batches."""
     found: dict[str, Counter[str]] = {}
-    for true, name in draws:
-        found.setdefault(true, Counter())[name] += 1
+    for true, rows in draws:
+        found.setdefault(true, Counter())[judge(rows.columns()).name] += 1
     return {true: dict(names.most_common()) for true, names in found.items()}
-
-
-def kinds(pool: Callable[[int], Maker], cases: int) -> Iterator[tuple[str, str]]:
-    """Yield each kind and its verdict, in batches with one kind of fault."""
-    for kind, case in itertools.product(KINDS, range(cases)):
-        yield kind, judge(getattr(pool(case), kind)().columns()).name
-
-
-def pairs(pool: Callable[[int], Maker], cases: int) -> Iterator[tuple[str, str]]:
-    """Yield the true pair and the verdict, in batches with two kinds at once."""
-    for case in range(cases):
-        rows, true = pool(case).two()
-        yield " + ".join(sorted(true)), judge(rows.columns()).name
 
 
 def outcome(found: dict[str, dict[str, int]]) -> dict[str, int]:
@@ -58,13 +45,13 @@ def outcome(found: dict[str, dict[str, int]]) -> dict[str, int]:
     return {name: counts[name] for name in ("two", "cannot tell", "one of the two", "another")}
 
 
-def clean(pool: Callable[[int], Maker], cases: int) -> Iterator[tuple[str, str]]:
-    """Yield the precisions of the two forwards and the verdict, in batches without a fault."""
+def clean(pool: Path, first_seed: int, cases: int) -> Iterator[tuple[str, Rows]]:
+    """Yield the precisions of two forwards, and a batch of theirs without a fault."""
     for case in range(cases):
-        maker = pool(case)
+        maker = Maker(pool, first_seed + case)
         there = [name for name, pair in PRECISIONS.items() if set(pair) <= maker.pool.keys()]
         name = there[case % len(there)]
-        yield name, judge(maker.healthy(*PRECISIONS[name]).columns()).name
+        yield name, maker.healthy(*PRECISIONS[name])
 
 
 def kinds_table() -> str:
@@ -130,17 +117,15 @@ def main() -> None:
         picture(args.pools[0], args.picture)
         return
 
-    def faulty(case: int) -> Maker:
+    def maker(case: int) -> Maker:
         return Maker(args.pools[case % len(args.pools)], args.seed + case)
 
+    kinds = itertools.product(KINDS, range(args.cases))
     record = {
         "cases": args.cases,
-        "kinds": counted(kinds(faulty, args.cases)),
-        "pairs": dict(sorted(counted(pairs(faulty, 3 * args.cases)).items())),
-        "clean": {
-            path.stem: counted(clean(lambda case, path=path: Maker(path, args.seed + case), args.batches))
-            for path in args.clean
-        },
+        "kinds": counted((kind, getattr(maker(case), kind)()) for kind, case in kinds),
+        "pairs": dict(sorted(counted(maker(case).two() for case in range(3 * args.cases)).items())),
+        "clean": {path.stem: counted(clean(path, args.seed, args.batches)) for path in args.clean},
     }
     record["outcome_of_pairs"] = outcome(record["pairs"])
     print(markdown(record))

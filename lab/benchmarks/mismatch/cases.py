@@ -113,10 +113,10 @@ class Maker:
     def other_weights(self) -> Rows:
         return self.healthy(trainer=str(self.random.choice(["other_main_1", "partial_main_1"])))
 
-    def few_rows(self, rows: Rows | None = None, fault: str = "") -> Rows:
+    def few_rows(self, rows: Rows | None = None, is_template: bool = False) -> Rows:
         rows = rows or self.healthy()
         bad = np.isin(rows.known["group"], self.random.choice(12, self.random.integers(2, 5), replace=False))
-        is_cache = fault == "cache" or (not fault and self.random.random() < 0.5)
+        is_cache = not is_template and self.random.random() < 0.5
         a, b = ("bf16_cache_1", "rollout_cache_1") if is_cache else ("template_main_1", "rollout_main_1")
         a, b = (np.where(bad[:, None], self.pool[name][self.chosen], old) for name, old in ((a, rows.a), (b, rows.b)))
         return replace(rows, a=a, b=b)
@@ -134,21 +134,21 @@ class Maker:
             return replace(rows, a=np.log(np.exp(rows.a) + least))
         return replace(rows, b=np.maximum(rows.b, np.log(least)))
 
-    def two(self) -> tuple[Rows, set[str]]:
-        """Return a batch with two kinds at once, and their names."""
+    def two(self) -> tuple[str, Rows]:
+        """Return the names of two kinds, and a batch with both at once."""
         pairs: list[tuple[str, str, Callable[[], Rows]]] = [
             ("temperature", "shift", lambda: self.shift(self.temperature())),
             ("temperature", "tail", lambda: self.tail(self.temperature())),
             ("truncated", "shift", lambda: self.shift(self.truncated())),
             ("stale", "shift", lambda: self.shift(self.stale())),
             ("other_weights", "shift", lambda: self.shift(self.other_weights())),
-            ("truncated", "few_rows", lambda: self.truncated(self.few_rows(fault="template"))),
+            ("truncated", "few_rows", lambda: self.truncated(self.few_rows(is_template=True))),
             ("truncated", "other_weights", lambda: self.truncated(self.other_weights())),
-            ("stale", "few_rows", lambda: self.few_rows(self.stale(), "template")),
+            ("stale", "few_rows", lambda: self.few_rows(self.stale(), is_template=True)),
             ("routing", "shift", lambda: self.shift(self.routing())),
         ]
         first, second, make = pairs[self.random.integers(len(pairs))]
-        return make(), {first, second}
+        return " + ".join(sorted((first, second))), make()
 
 
 KINDS = ("noise", "truncated", "temperature", "shift", "never_sampled", "stale", "other_weights", "few_rows",

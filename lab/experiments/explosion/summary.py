@@ -45,9 +45,10 @@ class Reading:
     knobs: dict
     steps: dict[int, dict]
     """verl's metrics, by step."""
-    planted: list[dict]
-    """The planted rows in the order of steps; a healthy twin's have no positions."""
-    events: list[dict]
+    planted: dict[int, dict]
+    """The planted row of each step that has one, in order; a healthy twin's have no positions."""
+    events: dict[int, dict]
+    """Each step's first event."""
     rewards: dict[str, float]
     """Mean reward of each question's answers in the final validation; empty without one."""
     weights: list[np.ndarray]
@@ -62,10 +63,6 @@ class Reading:
         """Return the L2 distance between the weights after two steps, which may count from the end."""
         return distance(self.weights[last], self.weights[first])
 
-    def event_at(self, step: int) -> dict | None:
-        """Return the event of a step, or None."""
-        return next((event for event in self.events if event["step"]["global_step"] == step), None)
-
 
 def read(folder: Path, name: str) -> Reading:
     """Read a run's folder.
@@ -78,8 +75,8 @@ def read(folder: Path, name: str) -> Reading:
             name=name,
             knobs=json.loads((folder / "knobs.json").read_text(encoding="utf-8")),
             steps=summaries.read_steps(folder, "actor/grad_norm_max"),
-            planted=read_lines(folder / "planted.jsonl"),
-            events=read_events(folder),
+            planted={entry["step"]: entry for entry in read_lines(folder / "planted.jsonl")},
+            events={event["step"]["global_step"]: event for event in reversed(read_events(folder))},
             rewards=read_rewards(folder / "validation"),
             weights=[as_vector(path) for path in sorted((folder / "weights").glob("*.safetensors"))],
         )
@@ -126,9 +123,9 @@ def make(runs: list[summaries.Run], folder: Path) -> list[summaries.Table]:
 
 def table_row(reading: Reading, twin: Reading | None) -> dict[str, str]:
     """Return one run's cells by column."""
-    warning, spike = (entry["step"] for entry in reading.planted)
+    warning, spike = reading.planted
     before = [norm for step, norm in reading.norms.items() if step < warning]
-    event, last = reading.event_at(spike), len(reading.weights) - 1
+    event, last = reading.events.get(spike), len(reading.weights) - 1
     against = away = at_the_spike = lately = "-"
     if twin is not None:
         gains = [mean - twin.rewards[question] for question, mean in reading.rewards.items()]
@@ -179,11 +176,10 @@ def safeguards_at(reading: Reading, step: int) -> str:
 
 def culprit_at(reading: Reading, step: int) -> str:
     """Describe a step's first culprit; "as planted" if the event names exactly the stale tokens."""
-    event = reading.event_at(step)
+    event, planted = reading.events.get(step), reading.planted[step]
     if event is None or not event["culprits"]:
         return "no event" if event is None else "no culprit"
-    planted = next(entry for entry in reading.planted if entry["step"] == step)
-    first, culprits = event["culprits"][0], event["culprits"]
+    first, *_ = culprits = event["culprits"]
     ratio = math.exp(first["values"]["log_prob"] - first["values"]["old_log_prob_used"])
     places = sorted((each["sequence_id"], position) for each in culprits for position in each["positions"])
     sequence = f"{planted['uid']}:{planted['rollout_index']}"

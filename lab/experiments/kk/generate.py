@@ -10,11 +10,11 @@ of N people. No puzzle is in two files, and each has exactly one solution.
 
 import argparse
 import random
-import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from lab.experiments.cpu import material
 from lab.experiments.errors import ExperimentError
 from lab.experiments.kk import puzzle, wording
 
@@ -61,25 +61,22 @@ def main(argv=None) -> int:
 
 def generate(args) -> int:
     """Draw and write the data sets."""
-    import pyarrow
-    import pyarrow.parquet
-
-    parts = {"train.parquet": []}
+    parts = {"train": []}
     for number in sorted(set(args.people)):
         # a random stream for each N, so that adding an N does not change the others' puzzles
         found = puzzle.draw(args.train + args.test, number, random.Random(f"knights {args.seed} {number}"))
-        parts["train.parquet"] += found[: args.train]
-        parts[f"test-{number}ppl.parquet"] = found[args.train :]
-    random.Random(f"order {args.seed}").shuffle(parts["train.parquet"])
-    for name in parts:
-        if (args.out / name).exists():
-            raise ExperimentError(f"{args.out / name} exists: name another folder, or remove it.")
+        parts["train"] += found[: args.train]
+        parts[f"test-{number}ppl"] = found[args.train :]
+    random.Random(f"order {args.seed}").shuffle(parts["train"])
+    for path in (args.out / f"{name}.parquet" for name in parts):
+        if path.exists():
+            raise ExperimentError(f"{path} exists: name another folder, or remove it.")
     args.out.mkdir(parents=True, exist_ok=True)
     for name, puzzles in parts.items():
         if puzzles:
-            rows = [wording.to_row(i, one, re.match("train|test", name)[0]) for i, one in enumerate(puzzles)]
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), args.out / name)
-            print(f"{args.out / name}: {len(rows)} puzzles")
+            kind = name.partition("-")[0]
+            material.write_rows(args.out, name, puzzles, lambda i, one, _, kind=kind: wording.to_row(i, one, kind))
+            print(f"{args.out / name}.parquet: {len(puzzles)} puzzles")
     return 0
 
 
