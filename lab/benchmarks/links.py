@@ -26,6 +26,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -404,21 +405,15 @@ def judged(fault: Plant, events: list[Record], healthy: int = HEALTHY) -> Record
 def warnings(model: str, seed: int, steps: int) -> list[Record]:
     """Return the early warnings of a run without a fault."""
     torch.set_num_threads(1)
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: heard.append(entry.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradloc")
-    logger.handlers, logger.propagate = [handler], False
-    folder = tempfile.mkdtemp()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            run = Run(Plan.of(model, seed), folder=folder)
-            for _ in range(steps):
-                run.take()
-            run.watch.close()
-    finally:
-        shutil.rmtree(folder)
-    early = [line for line in heard if "as usual" in line or "outside of the optimizer" in line]
+    logger, heard = logging.getLogger("gradloc"), MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
+    logger.handlers, logger.propagate = [heard], False
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        run = Run(Plan.of(model, seed), folder=folder)
+        for _ in range(steps):
+            run.take()
+        run.watch.close()
+    lines = [entry.getMessage() for entry in heard.buffer]
+    early = [line for line in lines if "as usual" in line or "outside of the optimizer" in line]
     return [{"model": model, "seed": seed, "steps": steps, "warnings": early}]
 
 

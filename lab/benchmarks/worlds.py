@@ -138,7 +138,7 @@ def world(seed: int, precision: str | None = None) -> Record:
     passes, kept_in = getattr(torch, plan.precision), getattr(torch, plan.weights)
     loss, ranks = Loss(aggregation=plan.aggregation, kl=plan.kl, entropy=plan.entropy), Ranks()
     plain = _model(plan, seed).to(kept_in).float()
-    healthy = _batch(plan, plain, seed, draw)
+    healthy = _batch(plan, plain, seed)
 
     def step_of(batch: Any) -> tuple[Any, Any, Any]:
         model = _model(plan, seed, plain).to(kept_in)
@@ -224,7 +224,7 @@ def _walk(plan: Plan, rows: int, length: int, generator: torch.Generator) -> tor
     return torch.stack(text, 1)
 
 
-def _batch(plan: Plan, model: Any, seed: int, draw: random.Random) -> Any:
+def _batch(plan: Plan, model: Any, seed: int) -> Any:
     from tests.toy_model.batch import _answered
 
     generator = torch.Generator().manual_seed(seed % 2**31 + 2)

@@ -79,9 +79,8 @@ class Bench:
             layout = "fsdp1"  # FSDP2's reduce-scatter over gloo crashes processes that share a card (torch 2.11)
         self.model = shard(model, layout, self.precision, device)
         self.space, self.ranks = GradientSpace(self.model), Ranks(device=device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.0
-        )  # allocates its memory and changes no weight
+        # without a rate it allocates its memory and changes no weight
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         self.tracker, self.peak = NormTracker(8), StepPeak()
         with attended(attention, is_deterministic=False):
             for _ in range(4):  # the first one allocates; the tracker measures its cost on three
@@ -143,7 +142,7 @@ class Bench:
             figures |= {"peak_gib": peak / 2**30, "forecast_gib": max(room.need.peak_bytes(plan), 0) / 2**30}
         return finding, figures
 
-    def named(self, step: ToyStep, finding: SearchResult) -> set[Place]:
+    def named(self, finding: SearchResult) -> set[Place]:
         """Return the culprits' places in the batch."""
         return {self.batch.place(token, self.ranks.size, _NUM_MICRO_BATCHES) for token in finding.tokens}
 
@@ -152,7 +151,7 @@ def spike_cell(bench: Bench, plant: str) -> dict[str, Any]:
     """Search one planted spike: the norm must be within its bound, the memory within the forecast."""
     step, spike, planted = bench.spiked(plant)
     finding, figures = bench.search(step, spike)
-    named, certificate, shares = bench.named(step, finding), finding.certificate, finding.shares
+    named, certificate, shares = bench.named(finding), finding.certificate, finding.shares
     with attended(bench.attention, is_deterministic=True):
         truth = step.norm_of(bench.space, named, without=True)
     off = abs(certificate.norm_after - truth)
@@ -210,7 +209,7 @@ def room_cell(bench: Bench, number: int) -> dict[str, Any]:
     before = [value.clone() for value in values]
     finding, figures = bench.search(step, spike, PLANS[number])
     is_back = all(torch.equal(value, old) for value, old in zip(values, before, strict=True))
-    named = bench.named(step, finding)
+    named = bench.named(finding)
     is_found = named == planted.keys() if PLANS[number].is_full else bool(named)
     bench.space.clear()
     return figures | {

@@ -48,8 +48,6 @@ class Tool:
     name = ""
     package = ""
     """The distribution to install; empty for a rule of a few lines."""
-    lines = 0
-    """Lines that it adds to a loop."""
     settings = ""
     """Settings that are not its defaults."""
 
@@ -84,7 +82,7 @@ class Tool:
 class GradLoc(Tool):
     """GradLoc, observing."""
 
-    name, package, lines = "GradLoc", "gradloc", 1
+    name, package = "GradLoc", "gradloc"
 
     def given(self) -> dict[str, object]:
         return {"folder": str(self.folder)}
@@ -118,7 +116,7 @@ class Bisection(GradLoc):
 class TrainScope(Tool):
     """trainscope: the layers whose gradient grew most, as its page ranks them."""
 
-    name, package, lines = "trainscope", "trainscope", 3
+    name, package = "trainscope", "trainscope"
 
     def attach(self, run: Kind) -> None:
         from trainscope import TrainScope as Scope
@@ -147,7 +145,7 @@ class TrainScope(Tool):
 class RlDoctor(Tool):
     """rldoctor, on the metrics that a loop logs: whether the spike's step adds to what it reports."""
 
-    name, package, lines = "rldoctor", "rldoctor", 2
+    name, package = "rldoctor", "rldoctor"
 
     def answer(self, run: Kind, spike: int) -> Answer:
         return Answer(spike if self._count(spike + 1) > self._count(spike) else None)
@@ -165,7 +163,7 @@ class RlDoctor(Tool):
 class RlProbe(Tool):
     """rlprobe, on metrics and rows; what drove a step are the rows with the largest advantages."""
 
-    name, package, lines = "rlprobe", "rlprobe", 3
+    name, package = "rlprobe", "rlprobe"
     settings = "grad_pathology.min_spikes=1"
 
     def attach(self, run: Kind) -> None:
@@ -199,7 +197,7 @@ class RlProbe(Tool):
 class ZClip(Tool):
     """ZClip's test (arXiv 2504.02507), as its package computes it: it clips the step, and names nothing."""
 
-    name, package, lines = "ZClip", "zclip", 2
+    name, package = "ZClip", "zclip"
 
     def attach(self, run: Kind) -> None:
         from zclip import ZClip as Clip
@@ -226,7 +224,7 @@ class ZClip(Tool):
 class SkipStep(Tool):
     """OLMo-core's rule: six standard deviations above the mean of the last 128 norms skips the step."""
 
-    name, lines = "OLMo's skip", 2
+    name = "OLMo's skip"
 
     def answer(self, run: Kind, spike: int) -> Answer:
         past = self.norms[max(0, spike - 128) : spike]
@@ -236,8 +234,6 @@ class SkipStep(Tool):
 
 class _Ranked(Tool):
     """A rule that ranks the tokens by some number, and accuses the first."""
-
-    lines = 3
 
     def __init__(self, folder: Path):
         super().__init__(folder)

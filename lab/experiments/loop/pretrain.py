@@ -83,17 +83,15 @@ def main(overrides: list[str]) -> None:
     begin(settings.steps)
     for step in range(1, settings.steps + 1):
         began, names = time.monotonic(), [f"{step}-{row}" for row in range(settings.rows)]
-        rows = []
+        ids = torch.full((settings.rows, settings.tokens + 1), tokenizer.pad_token_id)
+        mask = torch.zeros(settings.rows, settings.tokens)
         for row, name in enumerate(names):
             place = ((step - 1) * settings.rows + row) % len(texts)
             if place == 0:
                 source.shuffle(texts)
             text = texts[place]
             text = KINDS[kinds[name]](text, source) if name in kinds else text
-            rows.append(tokenizer(text)["input_ids"][: settings.tokens + 1])
-        ids = torch.full((settings.rows, settings.tokens + 1), tokenizer.pad_token_id)
-        mask = torch.zeros(settings.rows, settings.tokens)
-        for row, own in enumerate(rows):
+            own = tokenizer(text)["input_ids"][: settings.tokens + 1]
             ids[row, : len(own)], mask[row, : len(own) - 1] = torch.tensor(own), 1
         optimizer.zero_grad()
         loss = 0.0
