@@ -94,17 +94,20 @@ class Chart {
     return this.inside().reduce((best, step) => (best === null || Math.abs(step - goal) < Math.abs(best - goal) ? step : best), null);
   }
 
-  // The keys above the curve say what each line is, and its value at the step that is pointed at.
+  // The keys above the curve say what each line of the first plot is, and the names of the others what they draw; both
+  // with the value at the step that is pointed at.
   describe(step) {
     this.at = step;
-    const shown = step === null ? this.chart.panels[0].lines : this.chart.panels.flatMap((panel) => panel.lines);
-    const valueOf = (line) => line.at.get(line.kind === "limit" ? line.x.filter((x) => x <= step).at(-1) : step) ?? null;
-    const entries = shown.map((line) => [line.label, step === null ? null : valueOf(line), line.kind]);
+    const [first, ...below] = this.chart.panels;
+    const valueOf = (line) => step === null ? null : line.at.get(line.kind === "limit" ? line.x.filter((x) => x <= step).at(-1) : step) ?? null;
+    const entries = first.lines.map((line) => [line.label, valueOf(line), line.kind]);
+    const others = below.map(({ title, lines: [line] }) => [title, line ? valueOf(line) : null]);
+    others.forEach(([title, value], index) => { this.plots[index + 1].over.querySelector(".name").textContent = value === null ? title : `${title} ${plain(value)}`; });
     if (step === null && this.marks.length) entries.push([this.chart.noun, null, "mark"]);
     const keys = entries.map(([label, value, kind]) => make("span", { className: `key ${kind}` }, label, ...(value === null ? [] : [make("b", { textContent: ` ${plain(value)}` })])));
     if (step !== null) keys.unshift(make("b", { className: "step", textContent: `${this.chart.unit} ${step.toLocaleString("en")}` }));
     this.figure.querySelector(".keys").replaceChildren(...keys);
-    const said = entries.filter(([, value]) => value !== null).map(([label, value]) => `${label} ${plain(value)}`);
+    const said = [...entries, ...others].filter(([, value]) => value !== null).map(([label, value]) => `${label} ${plain(value)}`);
     this.figure.querySelector(".readout").textContent = step === null ? "" : `${this.chart.unit} ${step}: ${said.join(", ")}`;
   }
 
