@@ -56,7 +56,7 @@ experiments/llm/test_natural experiments/test_launch repo_checks/test_figures re
 repo_checks/test_pages loop/test_localizer mismatch/test_bugs mismatch/test_columns mismatch/test_files
 report/logs/test_collection report/logs/test_given report/logs/test_made report/pages/test_document
 report/pages/test_page reward/test_answers reward/test_pool search/test_auto search/test_step_causes
-search/test_candidates search/test_cost search/test_cures search/test_find search/test_method search/test_overflow
+search/test_candidates search/test_cost search/test_cures search/test_find search/test_overflow
 search/test_share search/test_unrepeatable notify/test_notify watch/test_demo watch/test_price
 watch/test_ranks watch/test_semantics watch/test_words
 """

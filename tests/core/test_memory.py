@@ -103,46 +103,31 @@ def test_a_way_that_needs_more_of_the_host_than_there_is_is_not_taken():
     assert "8.42 GiB of the host's memory" in said and "7.00 GiB are free" in said and "fewer processes" in said
 
 
+def limits(most, now, stat="anon 1", at=""):
+    """Return a control group's files of memory, of version 2, or of version 1 below ``memory/``."""
+    names = ("limit_in_bytes", "usage_in_bytes") if at.startswith("memory/") else ("max", "current")
+    return dict(zip((f"{at}memory.{name}" for name in (*names, "stat")), (most, now, stat), strict=True))
+
+
 @pytest.mark.parametrize(
     ("files", "free"),
     [
-        ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 1\ninactive_file 200"}, 500),
-        ({"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 1"}, 300),
-        ({"memory.max": "max", "memory.current": "700", "memory.stat": "anon 1"}, math.inf),
-        (
-            {
-                "memory/memory.limit_in_bytes": "1000",
-                "memory/memory.usage_in_bytes": "900",
-                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50",
-            },
-            150,
-        ),
+        (limits("1000", "700", "anon 1\ninactive_file 200"), 500),
+        (limits("1000", "700"), 300),
+        (limits("max", "700"), math.inf),
+        (limits("1000", "900", "inactive_file 1\ntotal_inactive_file 50", at="memory/"), 150),
         ({}, math.inf),
         (
-            {
-                "own": "0::/slurm/job_7/step_0",
-                "memory.max": "9000",
-                "memory.current": "100",
-                "memory.stat": "anon 1",
-                "slurm/job_7/memory.max": "2000",
-                "slurm/job_7/memory.current": "1900",
-                "slurm/job_7/memory.stat": "inactive_file 30",
-                "slurm/job_7/step_0/memory.max": "max",
-                "slurm/job_7/step_0/memory.current": "1900",
-                "slurm/job_7/step_0/memory.stat": "anon 1",
-            },
+            {"own": "0::/slurm/job_7/step_0"}
+            | limits("9000", "100")
+            | limits("2000", "1900", "inactive_file 30", at="slurm/job_7/")
+            | limits("max", "1900", at="slurm/job_7/step_0/"),
             130,
         ),
         (
-            {
-                "own": "4:cpu,cpuacct:/\n3:memory:/child\n0::/",
-                "memory/memory.limit_in_bytes": "9000",
-                "memory/memory.usage_in_bytes": "100",
-                "memory/memory.stat": "anon 1",
-                "memory/child/memory.limit_in_bytes": "700",
-                "memory/child/memory.usage_in_bytes": "100",
-                "memory/child/memory.stat": "anon 1",
-            },
+            {"own": "4:cpu,cpuacct:/\n3:memory:/child\n0::/"}
+            | limits("9000", "100", at="memory/")
+            | limits("700", "100", at="memory/child/"),
             600,
         ),
     ],

@@ -19,7 +19,7 @@ from gradloc.core.ranks import PeerFailure, Ranks
 def test_a_process_alone_is_every_rank():
     ranks = Ranks()
     assert (ranks.rank, ranks.size, ranks.process, ranks.num_processes, ranks.is_first) == (0, 1, 0, 1, True)
-    assert ranks.sum([1, 2.5]) == [1.0, 2.5] and ranks.max([1, -math.inf]) == [1.0, -math.inf]
+    assert ranks.sum([1, 2.5]) == [1.0, 2.5] and ranks.max([0.5, -math.inf, math.nan]) == [0.5, -math.inf, math.inf]
     assert ranks.all(True) and not ranks.all(False)
     assert ranks.gather("a") == ranks.gather_first("a") == ["a"] and ranks.broadcast_from(0, "a") == "a"
     assert ranks.run_local_synced(lambda: "found") == "found"
@@ -85,23 +85,6 @@ def test_the_first_process_of_each_rank_speaks_for_it(of_four, known, rank, size
     assert ranks.max([0.5, math.nan]) == [1.5, math.inf]
 
 
-def test_one_process_has_the_same_largest_values():
-    assert Ranks().max([0.5, math.nan]) == [0.5, math.inf]
-
-
-@pytest.mark.parametrize(
-    ("is_on", "device", "is_made"), [(False, "cuda", False), (True, "cpu", False), (True, "cuda", True)]
-)
-def test_a_group_on_the_host_is_made_where_there_is_none(monkeypatch, is_on, device, is_made):
-    monkeypatch.setattr(dist, "is_initialized", lambda: is_on)
-    monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group: device)
-    monkeypatch.setattr(ranks_module, "_listen", lambda: [])
-    monkeypatch.setattr(ranks_module, "_connect_all", lambda servers: None)
-    monkeypatch.setattr(ranks_module, "_is_everywhere", lambda flag: flag)
-    monkeypatch.setattr(dist, "new_group", lambda backend: f"a group of {backend}")
-    assert ranks_module.host_group() == ("a group of gloo" if is_made else None)
-
-
 class Unreachable(socket.socket):
     """A server that says it listens where a queue is full: the system drops whoever connects, as a firewall does."""
 
@@ -124,6 +107,7 @@ def a_host_group(broken: int | None, kind: str, is_made: bool) -> tuple[bool, fl
     The processes' own group, of gloo, stands in for a device's. ``broken`` cannot be connected to.
     """
     is_broken = dist.get_rank() == broken
+    assert ranks_module.host_group() is None, "the processes' own is of gloo"
     names = {"interface": "lo", "unknown": "no-such-interface" if is_broken else ""}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", names.get(kind, ""))

@@ -15,7 +15,7 @@ from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
 from gradloc.loop.messages import RankReport
 from gradloc.record import Run, Step
 from gradloc.trigger import Spike
-from tests.watch.loops import PLANT, SPIKE, TAU, Loop, batches, flat
+from tests.watch.loops import PLANT, TAU, Loop, batches
 from tests.world.events import events_in
 
 
@@ -99,17 +99,6 @@ def test_spikes_that_no_event_is_written_of_are_named_with_what_limits_them(tmp_
     caplog.clear()
     update(made, 13)
     assert not caplog.text
-
-
-def test_abort_ends_the_run_with_the_verdict_and_takes_no_step(tmp_path):
-    aborted, before = Loop(tmp_path, "abort", **TAU), Loop().run(steps=SPIKE - 1)
-    with pytest.raises(AbortedBySpike) as found:
-        aborted.run()
-    (event,) = events_in(tmp_path)
-    assert event["verdict"] in str(found.value) and str(tmp_path) in str(found.value)
-    assert "(action=abort)" in str(found.value)
-    assert event["action"]["taken"] == "abort"
-    assert torch.equal(flat(aborted.model), flat(before.model))
 
 
 def test_abort_without_an_event_ends_the_run_too(tmp_path):

@@ -70,30 +70,6 @@ def same(left: list, right: list) -> bool:
     return all(a is b is None or torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_observing_finds_the_token_and_leaves_gradient_and_random_state_bit_for_bit():
-    looked, plain = Run(), Run()
-    torch.manual_seed(3)
-    norm = looked.step(PLANT)
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    assert plain.step(PLANT, is_watched=False) == norm
-    assert torch.equal(state, torch.get_rng_state())
-    assert same(looked.gradient(), plain.gradient())
-    (event,) = looked.localizer.events
-    found = event.event
-    assert found.step.global_step == 7 and found.trigger.kind == "fixed" and found.action.taken == "observe"
-    (culprit,) = found.culprits
-    assert (culprit.row, culprit.positions) == (3, (2,))
-    assert math.hypot(*found.layers.values()) == pytest.approx(norm, rel=1e-5), "before clipping"
-    assert "micro-batches [0] alone" in found.search.path[0].note, "the running norm tells where to look"
-
-
-def test_masking_takes_the_step_that_training_without_the_token_s_gradient_takes():
-    masked, without = Run("mask"), Run()
-    assert masked.step(PLANT) == without.step({(3, 2): 0.0}, is_watched=False) < 20.0
-    assert same(masked.gradient(), without.gradient())
-
-
 @pytest.mark.parametrize("mode", ["skip", "abort"])
 def test_a_step_that_is_not_taken_leaves_no_gradient(mode):
     run = Run(mode)
@@ -218,17 +194,6 @@ def test_a_failure_leaves_the_step_as_it_was_and_after_three_nobody_looks_again(
         assert same(run.gradient(), plain.gradient())
     assert search.call_count == run.localizer.num_failures == 3 and run.localizer.events == []
     assert "failure 3 of 3" in caplog.text and "made to fail" in caplog.text
-
-
-def test_a_record_that_fails_costs_itself_and_not_the_search(caplog, monkeypatch):
-    masked, failed = Run("mask"), Run("mask")
-    norm = masked.step(PLANT)
-    full = torch.OutOfMemoryError("no memory for the record")
-    monkeypatch.setattr(loop_localizer, "raw_event", Mock(side_effect=full))
-    assert failed.step(PLANT) == norm and same(failed.gradient(), masked.gradient()), "masked all the same"
-    assert failed.localizer.num_failures == 1 and failed.localizer.events == [] and "for the record" in caplog.text
-    (outcome,) = failed.localizer.outcomes
-    assert outcome.taken == "mask" and not outcome.is_written
 
 
 def test_a_long_search_says_every_half_minute_that_it_goes_on(caplog, monkeypatch):

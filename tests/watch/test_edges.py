@@ -234,8 +234,9 @@ def test_a_record_that_fails_says_what_became_of_the_step(tmp_path, monkeypatch,
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr("gradloc.loop.localizer.raw_event", fail)
-    masked, without = kinds.Kind(tmp_path, "mask").run().result(), kinds.Kind(is_planted=False).run().result()
-    assert events_in(tmp_path) == [] and not differing([masked], [without], "weights")
+    masked, without = kinds.Kind(tmp_path, "mask").run(), kinds.Kind(is_planted=False).run().result()
+    assert events_in(tmp_path) == [] and not differing([masked.result()], [without], "weights")
+    assert masked.watch.localizer.num_failures == 1
     assert "the step was decided before (mask), and its event is lost" in caplog.text
     assert "with the gradient it had" not in caplog.text
 
