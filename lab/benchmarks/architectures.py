@@ -106,22 +106,19 @@ def train(family: str, worth: float = 1.0, rate: float = 1.0, folder: str = "", 
 
 def measure(family: str) -> dict[str, Any]:
     """Return what was named under both faults, and whether that is right; None for a fault that made no spike."""
-    found: dict[str, Any] = {}
+    plain, without, usual = train(family, WORTH), train(family, 0.0), max(train(family).norms)
+    spiking = (rate for rate in RATES if not train(family, rate=rate).norms[SPIKE - 1] < LOUD * usual)
+    rate = next(spiking, None)
     with tempfile.TemporaryDirectory() as folder:
-        plain, without = train(family, WORTH), train(family, 0.0)
-        observed, masked = (
-            train(family, WORTH, folder=f"{folder}/{mode}", action=mode) for mode in ("observe", "mask")
-        )
-        found["token"] = answer(observed) == ["batch", [PLACE]] and answer(masked) == ["batch", [PLACE]]
-        found["observe_is_equal"] = torch.equal(observed.weights, plain.weights) and observed.norms == plain.norms
-        found["mask_is_off_by"] = float((masked.weights - without.weights).abs().max())
-        usual = max(train(family).norms)
-        spiking = (rate for rate in RATES if not train(family, rate=rate).norms[SPIKE - 1] < LOUD * usual)
-        rate = next(spiking, None)
-        found["learning_rate"] = None
-        if rate is not None:
-            found["learning_rate"] = answer(train(family, rate=rate, folder=f"{folder}/rate")) == ["last_update", []]
-    return found
+        observed = train(family, WORTH, folder=f"{folder}/observe")
+        masked = train(family, WORTH, folder=f"{folder}/mask", action="mask")
+        jumped = None if rate is None else train(family, rate=rate, folder=f"{folder}/rate")
+    return {
+        "token": all(answer(run) == ["batch", [PLACE]] for run in (observed, masked)),
+        "observe_is_equal": torch.equal(observed.weights, plain.weights) and observed.norms == plain.norms,
+        "mask_is_off_by": float((masked.weights - without.weights).abs().max()),
+        "learning_rate": jumped and answer(jumped) == ["last_update", []],
+    }
 
 
 def answer(run: Run) -> list[Any]:

@@ -15,7 +15,8 @@ from gradloc.health.monitor import _zero_variance
 from gradloc.loop.batch import BatchView, RowFacts, batch_scale
 from lab.benchmarks.run import Parser, Record, about, write
 
-ROLLOUTS = 16
+ROWS, LONGEST, ROLLOUTS = 4096, 32768, 16
+"""Rows of the batch, tokens of the longest, rollouts of a prompt."""
 
 
 def measure(num_rows: int, longest: int) -> Record:
@@ -45,14 +46,11 @@ def measure(num_rows: int, longest: int) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write ``driver.json``."""
-    made = Parser("driver", __doc__)
-    made.add_argument("--rows", type=int, default=4096, help="of the batch")
-    made.add_argument("--longest", type=int, default=32768, help="row, in tokens")
-    given = made.parse_args(arguments)
+    given = Parser("driver", __doc__).parse_args(arguments)
     torch.set_num_threads(1)
-    record = measure(given.rows, given.longest)
+    record = measure(ROWS, LONGEST)
     print({name: round(value, 3) for name, value in record.items()})
-    write({**about(given), "rows": given.rows, "longest": given.longest, **record}, given.out, "driver")
+    write({**about(given), "rows": ROWS, "longest": LONGEST, **record}, given.out, "driver")
 
 
 if __name__ == "__main__":

@@ -197,11 +197,6 @@ EXPERIMENTS = {
 DEMO, PUBLISHED = EXPERIMENTS["demo"], EXPERIMENTS["gradloc-qwen3-4b"]
 
 
-def forms_of(experiment: Experiment) -> list[Experiment]:
-    """Return the experiment, and its form for verl 0.9.1 if it has one."""
-    return [experiment, *(form for name, form in ON_VERL09.items() if name == experiment.name)]
-
-
 def form_for(experiment: Experiment, version: str | None, trainer: str) -> Experiment:
     """Return the experiment's form for a version of verl or for another trainer; by default itself.
 
@@ -213,7 +208,7 @@ def form_for(experiment: Experiment, version: str | None, trainer: str) -> Exper
             listed = f"trainer={' or '.join(TRAINERS)}"
             raise UsageError(f"trainer={trainer} is for the demo alone, as {listed} and without verl=VERSION.")
         return TRAINERS[trainer]
-    forms = {form.verl: form for form in forms_of(experiment)}
+    forms = {form.verl: form for form in (experiment, ON_VERL09.get(experiment.name)) if form}
     if version is not None and version not in forms:
         raise UsageError(f"{experiment.name} runs on verl {' and '.join(forms)}, not on {version}.")
     return experiment if version is None else forms[version]
@@ -240,7 +235,7 @@ def describe() -> str:
     lines = []
     for experiment in EXPERIMENTS.values():
         lines.append(f"{experiment.name}: {experiment.summary}")
-        lines += [f"    verl={form.verl}: the same on that verl" for form in forms_of(experiment)[1:]]
+        lines += ["    verl=0.9.1: the same on that verl"] if experiment.name in ON_VERL09 else []
         lines += [f"    {variable.kind} {variable.name}: {variable.meaning}" for variable in experiment.variables]
         lines += [f"    arm {arm.name}: {arm.meaning}" for arm in experiment.arms]
     return "\n".join(lines)

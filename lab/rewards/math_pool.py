@@ -8,10 +8,6 @@ and daemonic processes. So a scorer sends each item to a worker over a pipe, and
 A worker is this file run as ``python -I math_pool.py FD``, a plain child process: daemonic ones may not have
 ``multiprocessing``'s, which also import the caller's main module, in verl torch. Messages are JSON: the first names the
 import path, each later one an item; each gets one reply, with a ``score`` or an ``error``.
-
-Environment:
-    VERL_MATH_VERIFY_TIMEOUT_S: seconds that one item may take (10), without the time spent waiting for a free worker.
-    VERL_MATH_VERIFY_WORKERS: workers of each process that scores (4): 60 MB each, started when first needed.
 """
 
 import atexit
@@ -35,6 +31,7 @@ INSTALL_COMMAND = "pip install math-verify==0.9.0 antlr4-python3-runtime==4.9.3"
 TIMEOUT_S = 10.0
 """What Math-Verify itself grants in a main thread. Usual answers take milliseconds, hard integrals about a second."""
 NUM_WORKERS = 4
+"""Workers of each process that scores: 60 MB each, started when first needed."""
 START_LIMIT_S = 120.0
 """A start is the import of sympy: 0.3 s, but much more from a cold network file system."""
 ORPHAN_GRACE_S = 1.0
@@ -165,10 +162,8 @@ _pool: Pool | None = None
 _pool_lock = threading.Lock()
 
 
-def score(gold: str, answer: str, limit_s: float | None = None) -> float:
-    """Call ``Pool.score`` with this process's pool; by default under the environment's limit."""
-    if limit_s is None:
-        limit_s = _positive("VERL_MATH_VERIFY_TIMEOUT_S", float, TIMEOUT_S)
+def score(gold: str, answer: str, limit_s: float = TIMEOUT_S) -> float:
+    """Call ``Pool.score`` with this process's pool."""
     return _shared_pool().score(gold, answer, limit_s)
 
 
@@ -190,19 +185,8 @@ def _shared_pool() -> Pool:
     global _pool
     with _pool_lock:
         if _pool is None:
-            _pool = Pool(_positive("VERL_MATH_VERIFY_WORKERS", int, NUM_WORKERS))
+            _pool = Pool(NUM_WORKERS)
         return _pool
-
-
-def _positive(variable: str, convert: Callable, default: float):
-    text = os.getenv(variable, str(default))
-    try:
-        value = convert(text)
-    except ValueError:
-        value = 0
-    if not value > 0:
-        raise ValueError(f"{variable} must be a positive {convert.__name__}, got {text!r}")
-    return value
 
 
 def _start_afresh_after_fork() -> None:

@@ -13,9 +13,9 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
 
 
 def compute_score(
-    model_output: str, ground_truth: str, timeout_score: float = 0, timeout_s: float | None = None
+    model_output: str, ground_truth: str, timeout_score: float = 0, timeout_s: float = math_pool.TIMEOUT_S
 ) -> float:
-    """Return 1.0 if Math-Verify finds the last answer equal, else 0.0; ``timeout_score`` after ``timeout_s`` (10) s."""
+    """Return 1.0 if Math-Verify finds the last answer equal, else 0.0; ``timeout_score`` if it takes longer."""
     try:
         return math_pool.score("\\boxed{" + ground_truth + "}", model_output, timeout_s)
     except math_pool.ScoringTimeout:

@@ -147,21 +147,14 @@ class Pool:
             is_padded: whether rows have four times the needed padding on the left, and attend to it.
             batch: rows, or packs, of a forward.
         """
-        laid, logits = [], []
+        laid = []
         for first in range(0, len(self.rows), pack):
             ids, ends = [], []
             for prompt, row in zip(self.prompts[first : first + pack], self.rows[first : first + pack], strict=True):
                 ids += [*cut(prompt), *row[len(prompt) :]]
                 ends.append(len(ids))
             laid.append((ids, ends))
-        for at in range(0, len(laid), batch):
-            part = laid[at : at + batch]
-            width = max(len(ids) for ids, _ in part)
-            lefts = [PADS * (width - len(ids)) if is_padded else 0 for ids, _ in part]
-            padded = [[0] * left + ids for left, (ids, _) in zip(lefts, part, strict=True)]
-            made = self.model(right_padded(padded), use_cache=False).logits
-            for line, left, (_, ends) in zip(made, lefts, part, strict=True):
-                logits += [line[left + end - TOKENS - 1 : left + end - 1].float() for end in ends]
+        logits = self._logits(laid, batch, is_padded)
         for which in drawn:
             own = {"main": (1.0, *TEMPERATURES), "cache": (1.0,)}.get(which) or (1.0, float(which[1:]))
             for temperature in own:
@@ -220,13 +213,24 @@ class Pool:
 
     def _alone(self, rows: list[list[int]], batch: int) -> torch.Tensor:
         """Return log-probs (R, T) of the last T tokens of each row."""
+        logits = self._logits([(row, [len(row)]) for row in rows], batch)
+        pairs = zip(logits, rows, strict=True)
+        return torch.stack([log_prob_of(own, torch.tensor(row[-TOKENS:])) for own, row in pairs])
+
+    def _logits(
+        self, laid: list[tuple[list[int], list[int]]], batch: int, is_padded: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the logits (T, V) of the T tokens before each end of packs, given as ids and ends."""
         found = []
-        for at in range(0, len(rows), batch):
-            part = rows[at : at + batch]
-            for row, logits in zip(part, self.model(right_padded(part), use_cache=False).logits, strict=True):
-                last = logits[len(row) - TOKENS - 1 : len(row) - 1].float()
-                found.append(log_prob_of(last, torch.tensor(row[-TOKENS:])))
-        return torch.stack(found)
+        for at in range(0, len(laid), batch):
+            part = laid[at : at + batch]
+            width = max(len(ids) for ids, _ in part)
+            lefts = [PADS * (width - len(ids)) if is_padded else 0 for ids, _ in part]
+            padded = [[0] * left + ids for left, (ids, _) in zip(lefts, part, strict=True)]
+            made = self.model(right_padded(padded), use_cache=False).logits
+            for line, left, (_, ends) in zip(made, lefts, part, strict=True):
+                found += [line[left + end - TOKENS - 1 : left + end - 1].float() for end in ends]
+        return found
 
     def routed(self) -> None:
         """Run a trainer in which a few tokens pass through another block, as if another expert were chosen."""

@@ -16,11 +16,12 @@ from torch import nn
 
 import gradloc
 from lab.experiments.cpu import arithmetic
+from lab.experiments.cpu.build import LANGUAGE
 from lab.experiments.fault_plan import FaultPlan
 from lab.experiments.settings import LoopSettings
 from lab.experiments.step_log import begin, log_step
 
-PIECES = ["<pad>", "<end>", *"0123456789+=,.?", "What", " is", " so", " the", " answer", " "]
+PIECES = ["<pad>", "<end>", *LANGUAGE.vocabulary]
 
 
 class Tokenizer:
@@ -29,7 +30,7 @@ class Tokenizer:
     pad_token_id = 0
 
     def encode(self, text: str) -> list[int]:
-        return [PIECES.index(piece) for piece in re.findall(r" ?[A-Za-z]+|\d|\s|[^\sA-Za-z\d]", text)]
+        return [PIECES.index(piece) for piece in re.findall(LANGUAGE.pieces, text)]
 
     def decode(self, ids: list[int], **_: object) -> str:
         return "".join(PIECES[number] for number in ids)
