@@ -4,14 +4,15 @@
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradloc.record.files import write_whole
+
 
 def write_json(path: Path, record: Any) -> None:
-    """Replace a JSON file atomically; a number that is not finite becomes null."""
+    """Replace a JSON file, whole or not at all; a number that is not finite becomes null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -20,10 +21,7 @@ def write_json(path: Path, record: Any) -> None:
             return [finite(entry) for entry in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    part = path.with_name(f"{path.name}.part")
-    text = json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False)
-    part.write_text(text + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, json.dumps(finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:

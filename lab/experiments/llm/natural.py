@@ -4,7 +4,6 @@
 Writes their record to `natural.json`, and a figure to `natural.png`.
 """
 
-import json
 import math
 import statistics
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import Any
 
 from lab.experiments import suite, summaries
 from lab.experiments.verdict import read_events
-from lab.output import figure
+from lab.output import figure, write_json
 
 NORM, REWARD = "actor/grad_norm_max", "critic/score/mean"
 MODES = ("observe", "mask", "skip", "heal", "twin")
@@ -257,6 +256,6 @@ def draw(data: dict[str, Any], path: Path) -> None:
 def make(runs: list[summaries.Run], folder: Path) -> list[summaries.Table]:
     """Return the four tables; write the record and the figure into the folder."""
     data = record(runs, suite.read(folder)["experiment"])
-    (folder / "natural.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "natural.json", data)
     draw(data, folder / "natural.png")
     return [composition_table(data), effects_table(data), cures_table(data), events_table(data)]

@@ -7,7 +7,6 @@ does it come from a damaged document, and is that document named? The results go
 """
 
 import base64
-import json
 import os
 import platform
 import pydoc_data.topics
@@ -27,7 +26,7 @@ from lab.experiments import summaries
 from lab.experiments.settings import PretrainSettings
 from lab.experiments.step_log import begin, log_step
 from lab.experiments.verdict import read_events
-from lab.output import figure, table
+from lab.output import figure, table, write_json
 
 WINDOW = 32
 """Number of steps whose median is the usual norm; small, since the norm falls while the model learns."""
@@ -107,7 +106,7 @@ def main(overrides: list[str]) -> None:
         data = {"loss": loss, "actor/grad_norm": norms[-1], "timing_s/step": time.monotonic() - began}
         log_step(step, data | watch.metrics, run_dir)
     result = record(settings, norms, kinds, read_events(run_dir))
-    (run_dir / "pretrain.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(run_dir / "pretrain.json", result)
     tables = [by_kind(result), peaks(result)]
     (run_dir / "summary.md").write_text("\n\n".join(map(table, tables)) + "\n", encoding="utf-8")
     draw(result, run_dir / "pretrain.png")
