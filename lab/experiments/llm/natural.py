@@ -157,6 +157,7 @@ def spread(values: Iterable[float | None], *picks: Callable[[list[float]], float
 
 def effects_table(data: dict[str, Any]) -> summaries.Table:
     """Return a row for each arm and seed: largest norm and last reward, as it is, with each action, and as a twin."""
+    modes = [mode for mode in MODES if any(run["mode"] == mode for run in data["runs"])]
     by_place: dict[tuple[str, int], dict[str, dict]] = {}
     for run in data["runs"]:
         by_place.setdefault((run["arm"], run["seed"]), {})[run["mode"]] = run
@@ -164,8 +165,8 @@ def effects_table(data: dict[str, Any]) -> summaries.Table:
     for (arm, seed), runs in by_place.items():
         norms = {mode: number(max(run["norms"])) for mode, run in runs.items()}
         rewards = {mode: number(run["rewards"][-1]) for mode, run in runs.items()}
-        cells = {f"largest norm: {mode}": norms.get(mode, "-") for mode in MODES}
-        cells |= {f"last reward: {mode}": rewards.get(mode, "-") for mode in MODES}
+        cells = {f"largest norm: {mode}": norms.get(mode, "-") for mode in modes}
+        cells |= {f"last reward: {mode}": rewards.get(mode, "-") for mode in modes}
         lines.append({"arm": arm, "seed": str(seed), **cells})
     return summaries.table_of(lines)
 
