@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +45,32 @@ def read_document(source: Source) -> list[Recording]:
         raise ReportError(f"{source.name} is JSON that is not read: {error}.") from None
     if document is None:
         return []
-    stem = source.path.stem
-    if _is_of(document, int | float) and len(document) > 1 and (is_norm(stem) or is_training_loss(stem)):
-        rows = [(at, {stem: float(value)}) for at, value in enumerate(document, 1)]
-        notes = [*source.notes, f"{source.name} is a list of values: row 1 is the first."]
-        return [Recording(source.name, "JSON", notes=notes, rows=rows, unit="row")]
-    if isinstance(document, list) and document and _is_of(document[0], str):  # rows below their names
-        document = {"columns": document[0], "data": document[1:]}
-    if isinstance(document, dict) and "log_history" not in document:
-        if "cells" not in document and (entries := _entries_in(document)):
-            document = entries
-    known = document if isinstance(document, dict) else {}
-    made, entries = Recording(source.name, "JSON", notes=source.notes), None
-    if isinstance(known.get("cells"), list):
-        return _read_notebook(source, known["cells"])
-    if isinstance(known.get("series"), list):
-        name = str(known.get("metric", ""))
-        name = name if is_norm(name) else "grad_norm"
-        pairs = (pair for pair in known["series"] if isinstance(pair, list) and len(pair) == 2)
-        made.format, entries = "JSON of a series", [{"step": step, name: norm} for step, norm in pairs]
-    elif isinstance(known.get("log_history"), list):
-        made.format, entries = "trainer_state.json", known["log_history"]
-    else:
-        values = _single_values(source, document) if "columns" not in known else []
-        made.rows = gather(sorted(values) if known else values)
+    stem, made = source.path.stem, Recording(source.name, "JSON", notes=source.notes)
+    is_named = is_norm(stem) or is_training_loss(stem)
+    first = document[0] if isinstance(document, list) and document else None
+    if is_named and _is_list_of(document, int | float) and len(document) > 1:
+        made.rows, made.unit = [(at, {stem: float(value)}) for at, value in enumerate(document, 1)], "row"
+        made.notes.append(f"{source.name} is a list of values: row 1 is the first.")
+        return [made]
+    if isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):  # TensorBoard's time, step, value
+        if not is_norm(stem):
+            source.note_one_metric()
+        document = {"grad_norm": [each[1:] for each in document if isinstance(each, list) and len(each) == 3]}
+    elif first and _is_list_of(first, str):  # rows below their names
+        document = {"columns": first, "data": document[1:]}
+    if isinstance(document, dict):
+        if isinstance(document.get("cells"), list):
+            return _read_notebook(source, document["cells"])
+        if isinstance(document.get("series"), list):
+            made.format, name = "JSON of a series", str(document.get("metric", ""))
+            document = {name if is_norm(name) else "grad_norm": document["series"]}
+        elif isinstance(document.get("log_history"), list):
+            made.format, document = "trainer_state.json", document["log_history"]
+        else:
+            document = _entries_in(document) or document
+    made.rows = gather(_points(document)) if "columns" not in document else []
     if not made.rows:
-        others = _entries_of(known, source.name) if known else document
-        _add_rows(made, others if entries is None else entries)
+        _add_rows(made, _entries_of(document, source.name) if isinstance(document, dict) else document)
     if not made.rows and (texts := texts_of(document)):
         return read_lines(source, "\n".join(texts))
     return [made]
@@ -121,23 +121,16 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
         made.notes.append(f"The rows of {made.source} do not say their step: they are named by their place.")
 
 
-def _single_values(source: Source, entries: Any) -> list[tuple[int, str, float]]:
-    """Step, metric and value of TensorBoard's ``[wall time, step, value]``, and of series with an x and a y wherever
-    they are in the document; empty where it is something else."""
-    first = entries[0] if isinstance(entries, list) and entries else None
-    if isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):
-        if not is_norm(source.path.stem):
-            source.note_one_metric()
-        given = [(entry[1], "grad_norm", entry[2]) for entry in entries if isinstance(entry, list) and len(entry) == 3]
-    else:
-        given = list(_series(entries, ""))
-    found = ((as_step(number(step)), str(name), number(value)) for step, name, value in given)
-    return [(step, name, value) for step, name, value in found if step is not None and value is not None]
+def _points(document: Any) -> list[tuple[int, str, float]]:
+    """Return step, metric and value of each point of the series in a document, those of one step together."""
+    found = ((as_step(number(step)), name, number(value)) for step, name, value in _series(document, ""))
+    known = [(step, name, value) for step, name, value in found if step is not None and value is not None]
+    return sorted(known, key=itemgetter(0)) if len({name for _, name, _ in known}) > 1 else known
 
 
 def _series(part: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
     """Step, metric and value of each point, as ClearML, Plotly, Comet and Aim export their curves."""
-    if isinstance(part, list) and name and all(_is_of(pair, int | float) and len(pair) == 2 for pair in part):
+    if isinstance(part, list) and name and all(_is_list_of(pair, int | float) and len(pair) == 2 for pair in part):
         yield from ((step, name, value) for step, value in part)
     elif isinstance(part, list):
         for inner in part:
@@ -160,13 +153,27 @@ def _has_gaps(steps: list[Any]) -> bool:
     return len(gaps) > 1 and 2 * gaps.most_common(1)[0][1] > gaps.total()
 
 
-def _is_of(part: Any, kind: Any) -> bool:
-    """Return whether something is a list of texts, or of numbers."""
+def _is_list_of(part: Any, kind: Any) -> bool:
     return isinstance(part, list) and all(isinstance(each, kind) for each in part)
 
 
 _AXES = (("x", "steps", "iters"), ("y", "values"))
 """The names of a series' steps and of its values."""
+
+
+def _by_step(rows: dict[str, dict]) -> list[dict]:
+    """Return rows that go by their steps, in the order of these; none where they go by something else."""
+    if not all(str(key).isdecimal() and len(str(key)) < 16 for key in rows):
+        return []
+    return [{"step": int(key), **rows[key]} for key in sorted(rows, key=int)]
+
+
+def _turned(columns: dict[str, dict]) -> dict[str, dict]:
+    rows: dict[str, dict] = {}
+    for name, values in columns.items():
+        for key, value in values.items():
+            rows.setdefault(key, {})[name] = value
+    return rows
 
 
 def _entries_of(document: dict, source: str) -> list[dict]:
@@ -179,18 +186,10 @@ def _entries_of(document: dict, source: str) -> list[dict]:
         return [dict(zip(names, row, strict=False)) for row in rows if isinstance(row, list)]
     inner = [value for value in document.values() if isinstance(value, dict)]
     if len(inner) == len(document) > 0:
-        if all(str(key).isdecimal() and len(str(key)) < 16 for key in document):
-            return [{"step": int(key), **values} for key, values in document.items()]
-        is_flat = not any(isinstance(each, dict | list) for value in inner for each in value.values())
-        is_by_step = all(str(key).isdecimal() and len(str(key)) < 16 for value in inner for key in value)
-        if is_flat and is_by_step and step_name(document) is None:
-            by_step: dict[int, dict] = {}
-            for name, values in document.items():
-                for key, value in values.items():
-                    by_step.setdefault(int(key), {"step": int(key)})[name] = value
-            return [by_step[step] for step in sorted(by_step)]
-        if is_flat and all(value.keys() == inner[0].keys() for value in inner):
+        if step_name(document) is not None and all(value.keys() == inner[0].keys() for value in inner):
             document = {name: list(values.values()) for name, values in document.items()}
+        elif (by_step := _by_step(document)) or (by_step := _by_step(_turned(document))):
+            return by_step
     lists = {str(name): values for name, values in document.items() if isinstance(values, list)}
     if "train" in lists and is_training_loss(Path(source).stem):  # loss_history.json
         lists = {f"{name}_loss" if name in ("train", "val") else name: values for name, values in lists.items()}

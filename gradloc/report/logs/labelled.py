@@ -4,10 +4,11 @@
 import re
 from collections import Counter, defaultdict
 from itertools import pairwise
+from math import isnan, nan
 
 from .grammars import DRAWN, EPOCH, HEADED_BY_STEP, HEADED_GLOBALLY, NOT_TRAINING, STEP, Grammar
 from .names import is_norm, is_training_loss
-from .pairs import NUMBER, PAIRS, as_float, pairs, wanted
+from .pairs import PAIRS, pairs, wanted
 
 _HEADED = re.compile(
     r"\b(?:(?<!skipped )(?<!nan )iterations?|iter|it|num_updates|update|env_step|total_(?:time)?steps"
@@ -22,8 +23,6 @@ _COUNT = re.compile(  # 73/120, [73/120], 73it/120it, 4.60kit/100kit, wherever a
     r"|^\W*(\d{1,15})(?:\]\s+| [|:] )(?=[a-z])",  # [73] train-logloss:0.4, 73 | loss 2.0
     re.IGNORECASE,
 )
-_LABEL = re.compile(r"(?<!\S)\d{1,6}\|(\d{1,12})\|(?=[a-z])", re.IGNORECASE)
-"""torchtune's epoch and step: ``1|73|Loss: 0.25``; a bar behind it counts for itself."""
 _MODULE = re.compile(r"\s*\d+ *\| *\w+ *\| *\w+ *\| *[\d.]+ *[KMB]?\s*(?:\||$)")
 """A row of Lightning's summary of a model: ``5 | criterion | CrossEntropyLoss | 0``."""
 _OF_TOTAL = re.compile(r"\s*/\s*(\d{1,15})")
@@ -33,10 +32,6 @@ _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
 )
 _ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
 """A line that names an exception: its numbers are no metrics."""
-_SPLIT = re.compile(rf"(\d{{1,12}}) (train|val) ({NUMBER})\s*")
-"""build-nanogpt's file: step, split and loss."""
-_YOLACT = re.compile(rf"\W*\[ *\d+\] +(\d{{1,12}}) \|\| .*\bT: ({NUMBER}) \|\| ETA")
-"""YOLACT's row: epoch, step, the losses by a letter, of which T is the total."""
 _ROUND = re.compile(r"\b(?:iteration|round)\W{0,3}(\d{1,9})\W{1,3}$", re.IGNORECASE)
 """Matches what some call an epoch, before a step in it: ``iteration:3 step:100/1687``."""
 _ITERATION = re.compile(r"\biter(?:ation)?\s+(\d{1,12})\s+$", re.IGNORECASE)
@@ -50,22 +45,16 @@ _HEADS = (_HEADED, _IN_EPOCH, _BATCH, _COUNT)
 _OF_BARS = ("%|", "<", "[=", "[>", "[#", "[.", "━", "╸", "╺", "█", "▏")
 """Signs of a progress bar: a quick look before its pattern."""
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|?|\[[=>. #]{8,}\]|[━╸╺]+|[▏▎▍▌▋▊▉█]+")
-_OF_LIGHTNING = re.compile(r"\bloss=(nan|\S+), (?=v_num=.*train_loss\w*=(?!nan))")
-"""Lightning's own loss, before the one that a training step logs."""
-
-
-_SAID = re.compile(
-    r"(?<![^\s\])|])(?:\d{1,6}\|(?P<tune>\d{1,12})\||(?P<word>step|iter|iteration)\W{1,3}(?P<step>\d{1,12})\b)", re.I
-)
+_SAID = re.compile(r"(?<![^\s\])|])(step|iter|iteration)\W{1,3}(\d{1,12})\b", re.IGNORECASE)
 
 
 def _steps_apart(line: str) -> list[str]:
     """Return the parts of a line that holds several steps, as a paste without its line breaks does."""
-    if line.count("|L") < 2 and line.count("tep") < 2 and line.count("iter") < 2 or "consumed samples" in line:
+    if line.count("tep") < 2 and line.count("iter") < 2 or "consumed samples" in line:
         return [line]  # a quick look; Megatron's lines have one
     heads = list(_SAID.finditer(line))
-    steps = [int(head["tune"] or head["step"]) for head in heads]
-    words = {(head["word"] or "").lower() for head in heads}
+    steps = [int(head[2]) for head in heads]
+    words = {head[1].lower() for head in heads}
     if len(heads) < 2 * len(words) or len({*steps}) < 2 or not all(a <= b for a, b in pairwise(steps)):
         return [line]
     ends = [head.start() for head in heads[1:]]
@@ -93,7 +82,7 @@ class Labelled(Grammar):
         self._above: str | None = None
         """The process of the line above, where one without a step may say more of its step."""
         self._shows_loss = False
-        """Whether Lightning's own loss was a number once: it stays NaN where a training step returns none."""
+        """Whether Lightning's own loss was a number: it stays NaN where a training step returns none."""
         self._has_inner = False
         """Whether fairseq's rows of single steps have come: then its rows of an epoch are their means."""
 
@@ -109,23 +98,13 @@ class Labelled(Grammar):
         return is_more
 
     def _take(self, line: str, process: str) -> bool:
-        if line[:1].isdecimal() and (row := _SPLIT.fullmatch(line)):
-            return self.add(process, int(row[1]), {f"{row[2]} loss": as_float(row[3])})
-        if "|| ETA" in line and (row := _YOLACT.match(line)):
-            return self.add(process, int(row[1]), {"total loss": as_float(row[2])})
         self._has_inner |= "| train_inner |" in line
         if "|" in line and (_MODULE.match(line) or self._has_inner and "| train |" in line):
             return False
         is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))
         if is_bar:
             line = _BAR.sub(" ", line)
-            if "v_num" in line and not self._shows_loss:
-                line = self._without_unset_loss(line)
-        head = (
-            ("|L" in line and _LABEL.search(line))
-            or ("lobal" in line and HEADED_GLOBALLY.search(line))
-            or ("tep" in line and HEADED_BY_STEP.search(line))
-        )
+        head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and HEADED_BY_STEP.search(line))
         forms = (_HEADED, _COUNT) if is_bar else _HEADS
         head = head or next(filter(None, (form.search(line) for form in forms)), None)
         if not head:
@@ -139,6 +118,9 @@ class Labelled(Grammar):
             return False
         if not is_other:
             values = pairs(line, 0, head.start()) | values
+        if "v_num=" in line and "train_loss" in line:
+            self._shows_loss |= not isnan(values.get("loss", nan))
+            values = {name: value for name, value in values.items() if name != "loss" or self._shows_loss}
         names = wanted(values)
         if not names or all(map(NOT_TRAINING.match, names)):
             return False
@@ -158,8 +140,6 @@ class Labelled(Grammar):
                 values["epoch"] = float(epoch[1])
             if head.re is HEADED_BY_STEP and (own := _ITERATION.search(line, 0, head.start())):
                 values.setdefault("iter", float(own[1]))  # of which a step has several
-            if head.re is _LABEL:
-                values.setdefault("epoch", float(head[0].partition("|")[0]))
             if total and self._epoch is not None:
                 values.setdefault("epoch", self._epoch)
             text = next(filter(None, head.groups())).replace(",", "")
@@ -179,11 +159,6 @@ class Labelled(Grammar):
         # a bar that is not begun still has the values of the epoch before
         self.num_drawn += sum(map(is_norm, values))
         return True
-
-    def _without_unset_loss(self, line: str) -> str:
-        own = _OF_LIGHTNING.search(line)
-        self._shows_loss = own is not None and own[1] != "nan"
-        return line if own is None or self._shows_loss else line[: own.start()] + line[own.end() :]
 
     def _begin_epoch(self, epoch: float) -> None:
         """Takes a headline of an epoch: the row above the first one is of the epoch before."""

@@ -38,7 +38,7 @@ from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Row, Skip, flat
 from .skips import OF_SCALERS, OF_SKIPS, SkippedSteps, skip_in
 from .source import Source
-from .unwrap import plain, unwrapped, whole_lines
+from .unwrap import ANSI, plain, unwrapped, whole_lines
 
 _PROCESS = re.compile(
     r"\(\w[^()]*\bpid=(\d+)|^\s*(\d+):\s|\[(?:rank|default)[ :=]*(\d+)\]|\brank[=:] ?(\d+)\b|\[\d+,(\d+)\]<std",
@@ -51,11 +51,33 @@ _SPELLED = re.compile(  # the letter comes first, and as a set: only that is sca
 )
 _DECIMAL_COMMA = re.compile(r"[=:]\s*-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,}))(?![\d,.])")
 _DECIMAL_POINT = re.compile(r"[=:]\s*-?\d+\.\d")
-_PLACED = re.compile(
-    r"\b((?:[a-z]+ )?(?:loss|cost|norm)) (?:at|after|for|in) (step|iteration|batch|epoch) +(\d{1,12})(?: *[:=]| is\b)",
-    re.IGNORECASE,
+_SPELLINGS = (
+    (("\x1b", "[0m"), ANSI, ""),
+    (("{‘",), re.compile("[‘’]"), "'"),  # as word processors and forums write it
+    (("{“", "{'“"), re.compile("[“”]"), '"'),
+    (("|g", "∇", "‖"), SYMBOL, "grad_norm"),
+    # Cost after iteration 100: 0.64
+    (
+        (" at ", " after ", " for ", " in "),
+        re.compile(
+            r"\b((?:[a-z]+ )?(?:loss|cost|norm)) (?:at|after|for|in) (step|iteration|batch|epoch) +(\d{1,12})"
+            r"(?: *[:=]| is\b)",
+            re.IGNORECASE,
+        ),
+        r"\2 \3 \1:",
+    ),
+    # torchtune's epoch and step: 1|73|Loss: 0.25
+    (("|L",), re.compile(r"(?<!\S)(\d{1,6})\|(\d{1,12})\|(?=L)"), r"step \2 epoch: \1 | "),
+    # build-nanogpt's step, split and loss
+    ((" train ", " val "), re.compile(rf"^(\d{{1,12}}) (train|val) ({NUMBER})\s*$"), r"step \1 \2 loss: \3"),
+    # YOLACT's epoch, step, and losses by a letter, of which T is the total
+    (
+        ("|| ETA",),
+        re.compile(rf"^\W*\[ *\d+\] +(\d{{1,12}}) \|\| .*\bT: ({NUMBER}) \|\| ETA.*"),
+        r"step \1 total loss: \2",
+    ),
 )
-"""A name with its step before the value: ``Cost after iteration 100: 0.64``."""
+"""Spellings that are made those which a grammar knows: a quick look, a pattern, and what replaces it."""
 _COMMA = re.compile(r"(?<=[=:\s]\d),(?=\d)|(?<=\d\d),(?=\d)")
 _SAVED = re.compile(
     r"(?:\bsav(?:ed|ing)\b.*?|step_folder: )(?P<path>[\w./~-]*(?:global_step_|checkpoint-)(?P<step>\d{1,15}))\b"
@@ -72,7 +94,6 @@ _WORDS = re.compile(
 _WRAPPED = re.compile(r"(?:^|\) )\s*- \S+:")
 _CONFIG_BEGINS = re.compile(r"(?:^|\)\s*)\{'\w+': \{")
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
-_QUOTES = str.maketrans("‘’“”", "''\"\"")
 _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
 """The shapes of lines that no grammar wanted, all but digits: how many are known, and of how many characters."""
 _LONGEST_LINE = 200_000
@@ -193,14 +214,9 @@ class _Reader:
 
     def _cleaned(self, line: str) -> str:
         """Return a line without colours, with its signs, quotation marks and decimals as grammars know them."""
-        if "\x1b" in line or "[0m" in line:
-            line = plain(line)
-        if "{‘" in line:  # as word processors and forums write it
-            line = line.translate(_QUOTES)
-        if "|g" in line or "∇" in line or "‖" in line:
-            line = SYMBOL.sub("grad_norm", line)
-        if any(word in line for word in (" at ", " after ", " for ", " in ")):
-            line = _PLACED.sub(r"\2 \3 \1:", line)
+        for words, spelling, known in _SPELLINGS:
+            if any(map(line.__contains__, words)):
+                line = spelling.sub(known, line)
         if "," in line and _DECIMAL_COMMA.search(line) and not _DECIMAL_POINT.search(line):
             self._num_commas += 1
             return _COMMA.sub(".", line)

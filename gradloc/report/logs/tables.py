@@ -32,7 +32,7 @@ from .names import (
 from .pairs import OF_TRAINING
 from .recording import Recording, gather
 from .source import Source
-from .unwrap import TEXTS
+from .unwrap import TEXTS, plain
 
 _TIMES = re.compile(r"relative time|wall time|^_?timestamp$|^_?runtime$|^time$|^date$", re.IGNORECASE)
 _PLACE = re.compile(rf"{_TIMES.pattern}|^idx$|^epoch$", re.IGNORECASE)
@@ -435,7 +435,6 @@ _FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
 """A line that is nothing but a frame."""
 _RULE = re.compile(r"[:\- ]*-[:\- ]*(?:\|[:\- ]*-[:\- ]*)+")
 """The line below the head of a table of Markdown that has no frame at its sides."""
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _PLURAL = re.compile(r"^(step|iteration|epoch)s$", re.IGNORECASE)
 _LINES = 400
 """The number of lines in which a table has to begin."""
@@ -488,7 +487,7 @@ def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
     rows: list[list[str]] = []
     above, num_signs = "", 0
     for line in lines:
-        text = _COLOUR.sub("", line).strip()
+        text = plain(line).strip()
         is_frame = bool(text) and _FRAME.fullmatch(text) is not None
         if not rows and _RULE.fullmatch(text) and above.count("|") == text.count("|"):
             rows, num_signs = [_cells(above)], text.count("|")

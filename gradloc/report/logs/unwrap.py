@@ -11,7 +11,8 @@ from ...record.files import parse_json
 from .names import leaves, step_of
 from .pairs import wanted
 
-_COLOUR, _COLOUR_WITHOUT_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]"), re.compile(r"\[\d{1,3}(?:;\d{1,3})*m")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,3}(?:;\d{1,3})*m")
+"""A sequence that colours a terminal, whole or without its escape character."""
 TEXTS = ("log", "MESSAGE", "message", "@message", "textPayload", "line", "msg", "body")
 """The fields that hold a line in the JSON that Docker, journald and the log stores of clouds put around it."""
 _TIMES = ("timestamp", "@timestamp", "time", "ts", "__REALTIME_TIMESTAMP", "__CURSOR")
@@ -179,4 +180,4 @@ def _joined(lines: Iterable[str]) -> Iterator[str]:
 
 def plain(line: str) -> str:
     """Return a line without the sequences that colour a terminal."""
-    return _COLOUR_WITHOUT_ESCAPE.sub("", _COLOUR.sub("", line))
+    return ANSI.sub("", line)
