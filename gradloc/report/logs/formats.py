@@ -21,7 +21,8 @@ from ..memory import uncollected
 from . import stores, tables
 from .documents import is_document, read_document
 from .lines import read_by_pattern, read_lines
-from .names import is_norm, is_training_loss
+from .names import is_norm, is_training_loss, may_lack_digits, number
+from .pairs import NUMBER
 from .recording import Recording
 from .segments import LoggedRun, runs_of
 from .source import Source, is_spreadsheet, spool, unpack
@@ -59,6 +60,7 @@ _SETTINGS = re.compile(
     r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
 """Files that are often found among logs and are not logs."""
+_LAST_NUMBER = re.compile(rf"{NUMBER}\s*$", re.IGNORECASE)
 _BY_SAMPLES = re.compile(r"\bTrain[/_]Samples[/_]")
 """The beginning of the names that DeepSpeed's monitor gives to files and metrics."""
 LOGLIKE = re.compile(r"\.(?:log|out|jsonl|csv|tsv|wandb|swanlab)(?:\.\w+)?$|\.tfevents\.")
@@ -176,6 +178,7 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
             if any(map(_BY_SAMPLES.search, [path.name, *recording.rows[0][1]])):
                 recording.unit = "sample"
         if recordings:
+            _drop_cut_value(source, recordings)
             return recordings
         notes += source.notes
     if kind := next((kind for begins, kind in _KINDS if re.match(begins, first.head[:4096], re.M | re.I)), ""):
@@ -186,6 +189,24 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
         f"--pattern 'step (?P<step>\\d+).*norm (?P<value>\\S+)'. Known forms: {KNOWN}."
     )
     raise ReportError(" ".join([refusal, *notes]))
+
+
+def _drop_cut_value(source: Source, recordings: list[Recording]) -> None:
+    """Drop the number at the end of a file that ends within a line, which may lack digits: 90 of 903."""
+    found = _LAST_NUMBER.search(source.last)
+    if found is None or source.ends_whole:
+        return
+    for recording in recordings:
+        *above, (step, values) = recording.rows[-21:]
+        same = [name for name in reversed(values) if values[name] == number(found[0])]
+        name = max(same, key=source.last.rfind, default=None)
+        if name and may_lack_digits(found[0], [repr(row[name]) for _, row in above if name in row]):
+            del values[name]
+            recording.notes.append(
+                f"The last line of {source.name} is cut off: {name} of {recording.unit} {step} may lack digits and was "
+                "left out."
+            )
+            return
 
 
 _KINDS = (

@@ -4,12 +4,13 @@
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from sys import intern
 
 from ...record.files import parse_json
-from .names import as_step, is_norm, is_training_loss, leaves, long_columns, number, numbers, one_value, points, step_of
+from .names import as_step, is_norm, is_training_loss, leaves, long_columns, number, numbers, points, step_of
 from .pairs import NUMBER, as_float, pairs, wanted
 from .recording import OF_WATCH, Row, gather
 
@@ -94,6 +95,10 @@ class Grammar:
             self.rows[process].append((step, values))
         return bool(values)
 
+    def name_by_place(self, process: str, lines: Iterable[dict[str, float]]) -> None:
+        """Make rows of lines that say no step, or none that can be known."""
+        self.unit, self.rows[process] = "row", list(enumerate(lines, 1))
+
     def step_at(self, place: tuple[str, int] | None) -> int | None:
         """Return the step of a row by its place."""
         return None if place is None else self.rows[place[0]][place[1]][0]
@@ -148,8 +153,7 @@ def _dashed(text: str) -> dict[str, float]:
     try:
         return dict(zip(_clean(tuple(parts[::2])), map(float, parts[1::2]), strict=True))
     except ValueError:  # a value that is no plain number, or a name with a colon
-        pairs = (part.rpartition(":") for part in text.split(" - "))
-        return dict(filter(None, (_spelled_pair(name, value) for name, _, value in pairs)))
+        return pairs(re.sub(r", ?\w+=[^()]*\)", ")", text))  # tensor(0.3, device='cuda:0')
 
 
 @lru_cache(maxsize=64)
@@ -159,15 +163,6 @@ def _clean(names: tuple[str, ...]) -> tuple[str, ...]:
     if not all(names):
         raise ValueError("a value without a name")
     return names
-
-
-def _spelled_pair(name: str, text: str) -> tuple[str, float] | None:
-    if text.endswith(")"):  # np.float64(0.3), tensor(0.3, device='cuda:0')
-        before, bracket, inside = f"{name}:{text}".partition("(")
-        name, _, text = before.rpartition(":")
-        text += bracket + inside
-    value, name = number(text), name.strip()
-    return None if value is None or not name else (intern(name), value)
 
 
 class Json(Grammar):
@@ -206,30 +201,29 @@ class Json(Grammar):
             return True
         if type(entry.get("rank")) is int:
             process = process or str(entry["rank"])
-        is_one = long_columns(flat := leaves(entry)) is not None
-        entry = flat if is_one else entry
         values = numbers(entry)
         step = step_of(values)
-        if step is not None and is_one and (one := one_value(entry)) is not None:
-            return self.add(process, step, one)
-        if step is None and (found := gather(points(entry))):
-            return any([self.add(process, *row) for row in found])
-        step = _step_around(values) if step is None else step
-        # in a deeper one are the last, least and largest of a run
-        if step is None and any(is_norm(name) and {name, name.rpartition("/")[0]} & entry.keys() for name in values):
-            rows = self._unplaced["row"][process]
-            rows.append((len(rows) + 1, values))
-            return True
-        if step is None and type(entry.get("epoch")) is int and any("loss" in name for name in values):
-            self._unplaced["epoch"][process].append((entry["epoch"], values))
-            return True
+        is_one = long_columns(flat := leaves(entry)) is not None
+        if step is None or is_one:
+            rows = gather(points(flat if is_one else entry))
+            if rows or step is not None:
+                return any([self.add(process, *row) for row in rows])
+            step = _step_around(values)
         values.pop("step", None)
-        return step is not None and self.add(process, step, values)
+        if step is not None:
+            return self.add(process, step, values)
+        # in a deeper one are the last, least and largest of a run
+        is_row = any(is_norm(name) and {name, name.rpartition("/")[0]} & entry.keys() for name in values)
+        if is_row or type(entry.get("epoch")) is int:
+            rows = self._unplaced["row" if is_row else "epoch"][process]
+            rows.append((len(rows) + 1 if is_row else entry["epoch"], values))
+            return True
+        return False
 
     def resolve(self) -> None:
         """Name the rows by their places or epochs where none says a step."""
         for unit, unplaced in self._unplaced.items():
-            if unplaced and not any(self.rows.values()):
+            if not any(self.rows.values()):
                 self.rows, self.unit = unplaced, unit
 
 

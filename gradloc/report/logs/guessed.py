@@ -112,17 +112,16 @@ class Guessed(Grammar):
             if rows and [*most[1], *(name.lower() in ("epoch", "ep") for name in shared)][at]:
                 self.unit = "epoch"
             is_main = any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
-            if not rows and len(lines) >= 2 * _FEWEST and (is_main or any(map(is_norm, most[0]))):
-                self.unit = "row"
-                rows = list(enumerate(values, 1))
             if rows:
                 self.rows[process] = rows
+            elif len(lines) >= 2 * _FEWEST and (is_main or any(map(is_norm, most[0]))):
+                self.name_by_place(process, values)
 
     def resolve_unfinite(self) -> None:
         """Name the lines by their places that have a norm or a loss that is not finite, and those like them."""
         kept = max((self._kept[key] for key in self._unfinite), key=lambda its: sum(map(len, its.values())), default={})
         for process, lines in kept.items():
-            self.unit, self.rows[process] = "row", [(at, values) for at, (_, values) in enumerate(lines, 1)]
+            self.name_by_place(process, [values for _, values in lines])
 
 
 def _placed(columns: Sequence[Sequence[float]], values: Sequence[dict[str, float]]) -> tuple[list[Row], int]:

@@ -53,12 +53,9 @@ def _steps_apart(line: str) -> list[str]:
     if line.count("tep") < 2 and line.count("iter") < 2 or "consumed samples" in line:
         return [line]  # a quick look; Megatron's lines have one
     heads = list(_SAID.finditer(line))
-    steps = [int(head[2]) for head in heads]
-    words = {head[1].lower() for head in heads}
-    if len(heads) < 2 * len(words) or len({*steps}) < 2 or not all(a <= b for a, b in pairwise(steps)):
-        return [line]
-    ends = [head.start() for head in heads[1:]]
-    parts = [line[start:end] for start, end in zip([0, *ends], [*ends, len(line)], strict=True)]
+    is_one = len({head[2] for head in heads}) < 2 or len(heads) < 2 * len({head[1].lower() for head in heads})
+    ends = [] if is_one else [head.start() for head in heads[1:]]
+    parts = [line[start:end] for start, end in pairwise([0, *ends, len(line)])]
     return parts if all(wanted(pairs(part)) for part in parts) else [line]
 
 
@@ -113,11 +110,9 @@ class Labelled(Grammar):
             return False
         values = pairs(line, head.end())
         first = PAIRS.search(line, head.end())
-        is_other = NOT_TRAINING.search(line, 0, first.start() if first else head.end()) is not None
-        if is_other and not any(map(is_norm, values)):
+        if NOT_TRAINING.search(line, 0, first.start() if first else head.end()):
             return False
-        if not is_other:
-            values = pairs(line, 0, head.start()) | values
+        values = pairs(line, 0, head.start()) | values
         if "v_num=" in line and "train_loss" in line:
             self._shows_loss |= not isnan(values.get("loss", nan))
             values = {name: value for name, value in values.items() if name != "loss" or self._shows_loss}
@@ -135,10 +130,10 @@ class Labelled(Grammar):
             self._placed.add(process)
         else:
             total = _OF_TOTAL.match(line, head.end(head.lastindex))
-            epoch = EPOCH.search(line, 0, head.start()) or total and _ROUND.search(line, 0, head.start())
+            epoch = EPOCH.search(line, 0, head.start()) or _ROUND.search(line, 0, head.start())
             if epoch:
                 values["epoch"] = float(epoch[1])
-            if head.re is HEADED_BY_STEP and (own := _ITERATION.search(line, 0, head.start())):
+            if own := _ITERATION.search(line, 0, head.start()):
                 values.setdefault("iter", float(own[1]))  # of which a step has several
             if total and self._epoch is not None:
                 values.setdefault("epoch", self._epoch)
@@ -189,9 +184,8 @@ class Labelled(Grammar):
         """
         said = ""
         if self._num_back:
-            self.unit = "row"
             for process, rows in self.rows.items():
-                self.rows[process] = [(at, values) for at, (_, values) in enumerate(rows, 1)]
+                self.name_by_place(process, [values for _, values in rows])
             return said
         for process, lengths in self.lengths.items():
             rows, known = self.rows[process], [*lengths.values()]
@@ -201,26 +195,22 @@ class Labelled(Grammar):
                 )
                 if len(known) < len(rows) or not begins_anew:
                     continue
-            if len(known) < len(rows):
-                is_kept = 2 * len(known) > len(rows)
-                rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
-                if not is_kept:
-                    continue
+            is_kept = 2 * len(known) > len(rows)
+            rows = self.rows[process] = [row for at, row in enumerate(rows) if (at in lengths) == is_kept]
+            if not is_kept:
+                continue
             length, num_alike = Counter(known).most_common(1)[0]
-            if 4 * num_alike > 3 * len(known):  # such as an evaluation's
-                rows = self.rows[process] = [row for row, its in zip(rows, known, strict=True) if its == length]
-            elif len(set(known)) > 1:
+            if 4 * num_alike <= 3 * len(known) or not length:
                 continue
-            if not length or rows[0][0] > length:
-                continue
+            # without those of another length, such as an evaluation's
+            rows = self.rows[process] = [row for row, its in zip(rows, known, strict=True) if its == length]
             epochs = [int(values["epoch"]) for _, values in rows]
-            if len(rows) > 1 and all(step == length for step, _ in rows) and epochs == sorted(set(epochs)):
+            if len(rows) > 1 and all(step == length for step, _ in rows):
                 self.rows[process] = [(epoch, values) for epoch, (_, values) in zip(epochs, rows, strict=True)]
                 self.unit = "epoch"
                 continue  # a line at the end of each epoch
+            self.unit = "batch"
             base = min(epochs[0], 1)  # epochs are counted from 0 or from 1
-            if process in self._placed or max(epochs) > base:
-                self.unit = "batch"
             if max(epochs) > base:
                 self.rows[process] = [
                     ((epoch - base) * length + place, values)

@@ -6,7 +6,6 @@ grammar with the most gradient norms is the log; a note counts the norms of the 
 """
 
 import ast
-import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,8 +31,8 @@ from .grammars import (
 )
 from .guessed import Guessed
 from .labelled import Labelled
-from .names import is_norm, is_training_loss, listed, may_lack_digits, number
-from .pairs import NUMBER, SYMBOL, pairs
+from .names import is_norm, is_training_loss, listed, number
+from .pairs import NUMBER, SYMBOL
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Row, Skip, flat
 from .skips import OF_SCALERS, OF_SKIPS, SkippedSteps, skip_in
@@ -114,8 +113,6 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
             return []
         skips = reader.make_rows_of_skips(best, skips)
     notes = [*_notes(source, reader, best), *(note for note in [reader.counted] if note and best is reader.labelled)]
-    if text is None and not source.ends_whole and best is reader.taken:
-        notes += [] if isinstance(best, Json | Printed | Headed) else _drop_cut_value(best, plain(reader.last))
     made = _by_process(source.name, best, reader)
     if num_alike := len(best.rows) - len(made):
         others = "1 other process" if num_alike == 1 else f"{num_alike} other processes"
@@ -366,18 +363,6 @@ def _notes(source: Source, reader: _Reader, best: Grammar) -> list[str]:
     elif isinstance(best, Json) and num_bad:
         notes.append(f"{plural(num_bad, 'line')} of {source.name} cannot be read, left out.")
     return notes
-
-
-def _drop_cut_value(grammar: Grammar, last: str) -> list[str]:
-    """Drop the last value of a file that ends within a line, which may lack digits: 90 of 903."""
-    *before, (step, values) = grammar.rows[_stripped(last)[1]]
-    name = next((name for name in reversed([*pairs(last)]) if name in values), next(reversed(values), None))
-    if name is None or last.rstrip().endswith((")", "]")) or not math.isfinite(values[name]):
-        return []
-    if not may_lack_digits(last, [repr(row[name]) for _, row in before[-20:] if name in row]):
-        return []
-    del values[name]
-    return [f"The last line is cut off: {name} of step {step} may lack digits and was left out."]
 
 
 class _Config:

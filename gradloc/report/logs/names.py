@@ -216,6 +216,8 @@ def points(entry: Any, step: int | None = None, name: str = "", depth: int = 5) 
         named = "/".join(map(str, named)) if isinstance(named, list) else named
         name = named if isinstance(named, str) and len(named) <= NAME else name
         value = next((number(entry[key]) for key in VALUES if key in entry), None)
+        if one := one_value(entry):
+            ((name, value),) = one.items()
         if value is not None and step is not None and name:
             yield step, intern(name), value
         for inner in entry.values() if depth else ():

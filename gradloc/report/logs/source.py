@@ -41,6 +41,8 @@ class Source:
         self.path = path
         self.name = name or path.name
         self.notes: list[str] = []
+        self.last = ""
+        """The last line, once all are read."""
         self.stream, self._is_packed = _opened(path, self.notes)
         _skip_hole(self.stream)
         self.head = self.stream.peek(HEAD)[:HEAD]
@@ -73,7 +75,9 @@ class Source:
                     text += reader.readline(LINE)
                 if "\b" in text:  # Keras goes back over its bar by backspaces
                     text = re.sub("\b+", "\n", text)
-                yield from text.removesuffix("\n").split("\n")
+                lines = text.removesuffix("\n").split("\n")
+                yield from lines
+                self.last = lines[-1]
         except UnicodeError as error:  # UTF-16 that is none after all
             self.notes.append(_cut(self.name, error))
         reader.detach()

@@ -6,7 +6,7 @@ import csv
 import importlib
 import math
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice, pairwise
@@ -24,7 +24,6 @@ from .names import (
     is_training_loss,
     listed,
     long_columns,
-    may_lack_digits,
     number,
     numbers,
     step_name,
@@ -107,33 +106,13 @@ def read_table(source: Source) -> list[Recording]:
     """Return the runs of a table; raises ReportError where no column has the step or a gradient norm."""
     lines = filter(_is_a_row, source.lines())
     begin = [*islice(lines, _SEARCHED)]
-    lines = chain(begin[_head_at(begin) or 0 :], lines)
-    first = next(lines, "").lstrip("\ufeff")
-    second = next(lines, "")
-    delimiter = _delimiter([first, second]) or ","
-    lines = _without_cut_value(source, chain([second], lines), delimiter)
+    first, *begin = begin[_head_at(begin) or 0 :] or [""]
+    delimiter = _delimiter([first.lstrip("\ufeff"), *begin]) or ","
+    lines = chain(begin, lines)
     rows: Iterator[list[str]] = map(_words, lines)
     if delimiter != " ":
         rows = _readable(csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
-    return read_columns(source, _head(first, delimiter), rows, delimiter)
-
-
-def _without_cut_value(source: Source, lines: Iterator[str], delimiter: str) -> Iterator[str]:
-    """Yield the lines; of a file that ends within one, the last without its last number if that may lack digits."""
-    above = deque[list[str]](maxlen=20)
-    held = next(lines, "")
-    for line in lines:
-        yield held
-        above.append(held.split(delimiter))
-        held = line
-    *cells, last = held.split(delimiter)
-    same = [row[len(cells)] for row in above if len(row) > len(cells) and number(row[len(cells)]) is not None]
-    value = number(last)
-    is_cut = not last.strip() or value is not None and math.isfinite(value) and may_lack_digits(last, same)
-    if above and is_cut and not source.ends_whole:
-        source.notes.append(f"The last line of {source.name} is cut off: its last number may lack digits, left out.")
-        held = delimiter.join(cells)
-    yield held
+    return read_columns(source, _head(first.lstrip("\ufeff"), delimiter), rows, delimiter)
 
 
 def _delimiter(lines: list[str]) -> str | None:
