@@ -4,7 +4,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import lru_cache
 from itertools import pairwise
 from sys import intern
@@ -73,6 +73,8 @@ class Grammar:
     title = ""
     has_places = True
     """Whether ``last`` says after which row a line comes."""
+    also: Container[str] = ()
+    """Names that are wanted though they say nothing of training."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = defaultdict(list)

@@ -67,7 +67,8 @@ class Guessed(Grammar):
 
     def _look(self, line: str, process: str) -> None:
         values = pairs(line) if len(line) < _LONGEST and self.num_kept < _MOST else {}
-        wanted = tuple(name for name in values if is_norm(name) or is_training_loss(name) or _OTHERS.search(name))
+        known = (is_norm, is_training_loss, _OTHERS.search, self.also.__contains__)
+        wanted = tuple(name for name in values if any(is_known(name) for is_known in known))
         if wanted:
             found = list(PAIRS.finditer(line))
             named = [each.span(each.lastindex) for each in found]
@@ -111,7 +112,7 @@ class Guessed(Grammar):
             rows, at = _placed(columns, values) if has_count or len(lines) >= _FEWEST else ([], 0)
             if rows and [*most[1], *(name.lower() in ("epoch", "ep") for name in shared)][at]:
                 self.unit = "epoch"
-            is_main = any(map(is_training_loss, most[0])) and 2 * len(lines) > self.num_kept
+            is_main = (self.also or any(map(is_training_loss, most[0]))) and 2 * len(lines) > self.num_kept
             if rows:
                 self.rows[process] = rows
             elif len(lines) >= 2 * _FEWEST and (is_main or any(map(is_norm, most[0]))):

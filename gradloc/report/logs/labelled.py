@@ -116,7 +116,7 @@ class Labelled(Grammar):
         if "v_num=" in line and "train_loss" in line:
             self._shows_loss |= not isnan(values.get("loss", nan))
             values = {name: value for name, value in values.items() if name != "loss" or self._shows_loss}
-        names = wanted(values)
+        names = wanted(values, self.also)
         if not names or all(map(NOT_TRAINING.match, names)):
             return False
         if " | Grad. Norm:" in line:

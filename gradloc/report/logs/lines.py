@@ -32,7 +32,7 @@ from .grammars import (
 from .guessed import Guessed
 from .labelled import Labelled
 from .names import is_norm, is_training_loss, listed, number
-from .pairs import NUMBER, SYMBOL
+from .pairs import NUMBER, SYMBOL, as_float, repeated_names
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Row, Skip, flat
 from .skips import OF_SCALERS, OF_SKIPS, SkippedSteps, skip_in
@@ -97,6 +97,8 @@ _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
 """The shapes of lines that no grammar wanted, all but digits: how many are known, and of how many characters."""
 _LONGEST_LINE = 200_000
 """Characters of a line beyond which it is read as JSON or not at all."""
+_NUMBER, _FEWEST = re.compile(NUMBER, re.IGNORECASE), 8
+"""A number, and how many a text of nothing else has at least."""
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
 
@@ -104,7 +106,16 @@ _CONFIG_LINES = 4000
 def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     reader = _Reader()
-    reader.read(whole_lines(source.lines() if text is None else text.split("\n")))
+    reader.read(_lines(source, text))
+    is_unknown = not any(reader.rows) and not reader.guessed.num_kept  # then what is printed again and again is read
+    if is_unknown and (names := repeated_names(_lines(Source(source.path), text))):
+        reader = _Reader(names)
+        reader.read(_lines(Source(source.path), text))
+    elif is_unknown and (values := _bare(_lines(Source(source.path), text))):
+        name = "loss" if "loss" in source.name.lower() else "value"
+        bare = Recording(source.name, "a number a line", rows=[(at, {name: each}) for at, each in enumerate(values, 1)])
+        bare.unit, bare.notes = "row", [f"{source.name} holds numbers alone: each line is taken for a row's {name}."]
+        return [bare]
     best = reader.best(source.name)
     skips = reader.skipped.found_in(best)
     if not any(best.rows.values()):
@@ -121,14 +132,33 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     return made
 
 
-class _Reader:
-    """Reads a text line by line: each line goes to the first grammar that takes it, the surest first."""
+def _lines(source: Source, text: str | None) -> Iterator[str]:
+    return whole_lines(source.lines() if text is None else text.split("\n"))
 
-    def __init__(self) -> None:
+
+def _bare(lines: Iterable[str]) -> list[float]:
+    """Return the numbers of a text that is nothing else, one on each line; empty where few have decimals."""
+    values, num_decimals = [], 0
+    for line in lines:
+        if _NUMBER.fullmatch(line.strip()) is None:
+            return []
+        values.append(as_float(line))
+        num_decimals += "." in line
+    return values if 2 * num_decimals > len(values) >= _FEWEST else []
+
+
+class _Reader:
+    """Reads a text line by line: each line goes to the first grammar that takes it, the surest first.
+
+    ``also`` names metrics that are wanted though their names say nothing of training.
+    """
+
+    def __init__(self, also: frozenset[str] = frozenset()) -> None:
         self.console, self.json, self.printed, self.labelled = Console(), Json(), Printed(), Labelled()
         self.columns, self.headed, self.guessed, self.exposed = ConsoleTable(), Headed(), Guessed(), Exposed()
         self.grammars: list[Grammar] = [self.console, self.json, self.exposed, self.printed, self.labelled]
         self.grammars += [self.columns, self.headed, self.guessed]
+        self.labelled.also = self.guessed.also = self._also = also
         self.config, self.skipped = _Config(), SkippedSteps(self.grammars)
         self.last = ""
         """The last line that is not empty."""
@@ -207,7 +237,7 @@ class _Reader:
     def _is_wanted(self, line: str) -> bool:
         is_below_head = self.headed.is_by_step and (line[:1].isspace() or ":" in line)
         is_below = self.columns.names or self.exposed.is_open or is_below_head
-        return bool(is_below or _WORDS.search(line) or "- " in line and _WRAPPED.search(line))
+        return bool(is_below or self._also or _WORDS.search(line) or "- " in line and _WRAPPED.search(line))
 
     def _cleaned(self, line: str) -> str:
         """Return a line without colours, with its signs, quotation marks and decimals as grammars know them."""

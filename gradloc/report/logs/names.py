@@ -59,6 +59,8 @@ _NO_LOSS = re.compile(
     r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
 )
 """Names of losses that belong to an evaluation or to one part of the model."""
+_OF_DETECTION = re.compile(r"bbox|_cls|rpn|mask")
+"""Parts of a detector's loss: where its sum is not logged, the first stands for it."""
 _KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
 _PARTS = re.compile(
     r"^(?:train|training|metrics|optim|trainer|stats|rollout|actor|policy|objective|(?:pp|grp)o_actor(?:_update)?)_"
@@ -322,14 +324,52 @@ def canonical(counts: Mapping[str, int]) -> dict[str, str]:
     # "raw" is before a group's mean is taken off; a perplexity may be infinite where the loss is not
     order = {name: (is_rare(name), "raw" not in name, _plain(name) in _SECOND, len(name)) for name in counts}
     for name in sorted(counts, key=order.__getitem__):
-        known = REWARD if _is_reward(name) else _KNOWN.get(_plain(name))
+        known = REWARD if is_reward(name) else _KNOWN.get(_plain(name))
         if known is not None and known not in counts and not re.match("eval|val(?!ue)|test", name):
             own.setdefault(known, name)
     if (LOSS not in own or is_rare(own[LOSS])) and LOSS not in counts and "actor/loss" not in counts:
         losses = [name for name in counts if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]
+        losses = losses or [name for name in counts if is_training_loss(name) and _OF_DETECTION.search(name.lower())]
+        losses = losses or ([] if {LOSS, REWARD} & {*own, *counts} else _evaluated_too(counts))
         if losses:
             own[LOSS] = min(losses, key=lambda name: (is_rare(name), *_rank(name)))
     return own
+
+
+def _evaluated_too(names: Iterable[str]) -> list[str]:
+    """Return the names of training that an evaluation has as well and that are no score: a loop's own losses.
+
+    >>> _evaluated_too(["recon", "val_recon", "train_acc", "val_acc", "lr"]), _evaluated_too(["train", "valid"])
+    (['recon'], ['train'])
+    """
+    names = list(names)
+    found = (name for name in names if not _NO_EVALUATED.search(name.lower()))
+    return [name for name in found if not _words(name) & _EVALUATIONS and evaluation_of(name, names)]
+
+
+def evaluation_of(name: str, names: Iterable[str]) -> str:
+    """Return which of ``names`` is the evaluation of a metric of training; empty where none is.
+
+    >>> evaluation_of("train/loss", ["lr", "eval/loss"]), evaluation_of("recon", ["val_acc"])
+    ('eval/loss', '')
+    """
+    own = _words(name) - _TRAINING
+    theirs = ((other, _words(other)) for other in names)
+    return next(
+        (other for other, words in theirs if words & _EVALUATIONS and words - _EVALUATIONS - _TRAINING == own), ""
+    )
+
+
+def _words(name: str) -> set[str]:
+    return {*_plain(name).split("_")}
+
+
+_TRAINING = {"train", "training"}
+_EVALUATIONS = {*"eval evaluation val valid validation test dev".split()}
+_NO_EVALUATED = re.compile(
+    r"acc|auc|roc|f1|iou|dice|\bmap|bleu|rouge|score|rew|prec|recall|psnr|ssim|r2|time|sec|size|num|speed|epoch|step"
+)
+"""Words of metrics that grow as a model gets better, or say nothing of it."""
 
 
 def _rank(name: str) -> tuple[bool, bool, int]:
@@ -343,16 +383,16 @@ _ADDED |= {*"recon mmd aux commit style perceptual adv disc smooth tv".split()}
 """Words of losses that are added to the model's own."""
 
 
-def _is_reward(name: str) -> bool:
+def is_reward(name: str) -> bool:
     """Return whether a metric is the mean reward.
 
-    >>> [_is_reward(name) for name in ("Total rewards mean", "ep_return", "reward_std", "reward/format", "return")]
+    >>> [is_reward(name) for name in ("Total rewards mean", "ep_return", "reward_std", "reward/format", "return")]
     [True, True, False, False, False]
     """
     words = _plain(name).split("_")
-    rest = [word for word in words if word not in _REWARD_WORDS]
-    is_return = bool({"return", "ret"} & {*rest} and {"ep", "episode", "episodic"} & {*rest})
-    return len(words) - len(rest) + is_return == 1 and {*rest} - {"return", "ret"} <= _OF_REWARD
+    rest = {word for word in words if word not in _REWARD_WORDS and not word.isdecimal()}  # mean 100 episode reward
+    is_return = bool({"return", "ret"} & rest and {"ep", "episode", "episodic"} & rest)
+    return sum(word in _REWARD_WORDS for word in words) + is_return == 1 and rest - {"return", "ret"} <= _OF_REWARD
 
 
 def _plain(name: str) -> str:

@@ -3,7 +3,9 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Container, Iterable
+from itertools import islice
 from sys import intern
 
 from .names import is_norm
@@ -60,6 +62,10 @@ OF_TRAINING = re.compile(
 """Names of what training is about."""
 _LONGEST = 1000
 """Characters of a text in which numbers with the name behind each are looked for."""
+_MOST_LINES, _REPEATED = 100_000, 8
+"""Lines, and values of a name, by which the metrics of an unknown loop are known."""
+NO_METRIC = re.compile(r"sec|time|mem|tok|\blr\b|learning|eta\b|speed|size|duration|\bm?s\b|[km]b\b|/s", re.IGNORECASE)
+"""Names of what a run needs, and of settings."""
 
 
 def behind(text: str) -> int | None:
@@ -127,6 +133,17 @@ def as_float(text: str) -> float:
     return math.nan if text[:3].lower() == "nan" else float(text.replace(",", ""))
 
 
-def wanted(values: Iterable[str]) -> list[str]:
-    """Return the names of norms and of what training is about."""
-    return [name for name in values if is_norm(name) or OF_TRAINING.search(name)]
+def wanted(values: Iterable[str], also: Container[str] = ()) -> list[str]:
+    """Return the names of norms and of what training is about, and those in ``also``."""
+    return [name for name in values if is_norm(name) or OF_TRAINING.search(name) or name in also]
+
+
+def repeated_names(lines: Iterable[str]) -> frozenset[str]:
+    """Return the names that many lines give another value with decimals, whatever they mean."""
+    seen: dict[str, set[float]] = defaultdict(set)
+    for line in islice(lines, _MOST_LINES):
+        if len(line) < _LONGEST and line.count(".") and (":" in line or "=" in line):
+            for name, value in pairs(line).items():
+                if not value.is_integer() and len(seen) < _MOST_LINES:
+                    seen[name].add(value)
+    return frozenset(name for name, values in seen.items() if len(values) >= _REPEATED and not NO_METRIC.search(name))

@@ -21,6 +21,7 @@ from .lines import read_lines
 from .names import (
     as_step,
     is_norm,
+    is_reward,
     is_training_loss,
     listed,
     long_columns,
@@ -225,7 +226,7 @@ class _Table:
                 f"{source.name} has {len(self.names)} columns of numbers without names: put a line above them that "
                 "names each, such as step,loss or loss,grad_norm."
             )
-        if self.step_at is None and not _says_training(self.names):
+        if self.step_at is None and not _says_training(self.names) and not self._may_be_rows_of_steps(sample):
             raise ReportError(
                 f"{source.name} has no step column and none that looks like a gradient norm: rename one to `step`; "
                 f"there is {listed(self.names)}."
@@ -375,6 +376,11 @@ class _Table:
             source.notes.append(f"{plural(num_bad, 'row')} of {source.name} without a step, left out.")
         return list(made.values())
 
+    def _may_be_rows_of_steps(self, sample: list[list[str]]) -> bool:
+        """Return whether a table has a loss or reward, and numbers alone: one of several experiments has texts."""
+        is_trained = any(is_training_loss(name) or is_reward(name) for name in self.names)
+        return is_trained and all(number(cell) is not None for cells in sample for cell in cells if cell.strip())
+
     def _columns_by_run(self) -> dict[str, dict[int, str]]:
         """Return by run, the places of its metrics and their names."""
         runs: dict[str, dict[int, str]] = {}
@@ -420,12 +426,17 @@ _LINES = 400
 
 
 def is_boxed(source: Source) -> bool:
-    """Return whether the first lines hold a framed table with a gradient norm, or with steps and a loss."""
-    boxes = [[cell for cells in rows for cell in cells] for rows in _boxes(source.text_head.splitlines()[:_LINES])]
-    return any(
-        any(map(is_norm, cells)) or any("loss" in cell.lower() for cell in cells) and _has_step(cells)
-        for cells in boxes
-    )
+    """Return whether the first lines hold a framed table with a gradient norm, with steps and a loss, or of one step
+    with a reward.
+    """
+    return any(map(_holds_training, _boxes(source.text_head.splitlines()[:_LINES])))
+
+
+def _holds_training(rows: list[list[str]]) -> bool:
+    cells = [cell for cells in rows for cell in cells]
+    has_rewards = any(map(is_reward, cells)) and all(len(row) == 2 for row in rows)  # Ray's status has one, and no step
+    has_losses = has_rewards or any("loss" in cell.lower() for cell in cells)
+    return any(map(is_norm, cells)) or has_losses and _has_step(cells)
 
 
 def read_boxes(source: Source) -> list[Recording]:

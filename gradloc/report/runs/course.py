@@ -21,7 +21,7 @@ def course(known: Points) -> str:
     >>> course([(step, 2.0 + 0.001 * (step % 2)) for step in range(40)])
     ', and hardly moved: all its 40 values are about 2.'
     """
-    clauses = (_got_stuck, _hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _stood_out)
+    clauses = (_got_stuck, _hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _level_since, _stood_out)
     plain = f", and none of its {plural(len(known), 'value')} is twice those around it."
     return next(filter(None, (clause(known) for clause in clauses)), plain)
 
@@ -116,6 +116,22 @@ def _did_not_fall(known: Points) -> str:
         return ""
     levels = f"{number(begin, 3)} in the first rows and {number(middles[1], 3)} in the last third"
     return f", and did not fall: its median is {levels}."
+
+
+def _level_since(known: Points) -> str:
+    """Say from where on the values have one level, if that is within their first half."""
+    values = [value for _, value in known]
+    for begin in (len(values) * part // 12 for part in range(1, 7)):
+        rest, third = values[begin:], (len(values) - begin) // 3
+        if third < NEAR:
+            return ""
+        level, end = median(rest[:third]), median(rest[-third:])
+        scatter = median(abs(value - level) for value in rest[:third]) / math.sqrt(third)
+        if abs(end - level) < max(2 * scatter, abs(level) / 100) and median(values[:3]) - level > abs(level) / 20:
+            return (
+                f", and has been level since about step {known[begin][0]}: {number(level, 3)}, then {number(end, 3)}."
+            )
+    return ""
 
 
 def _stood_out(known: Points) -> str:

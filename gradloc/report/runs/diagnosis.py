@@ -20,6 +20,7 @@ from ..memory import uncollected
 from .course import course, past_its_best
 from .effects import begin_of, effects_of, fall_meanwhile, loss_at
 from .health import LOSSES, TOO_SHORT
+from .overview import overview
 from .resuming import advise, count_again, is_left_behind, is_overwritten, overwritten, resume_before
 from .signals import (
     ADVERSARIAL,
@@ -173,7 +174,7 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
         _lead_with(made, signs)
         return made
     if not any(map(is_norm, run.metrics.own_names)) and (said := _course(run)):
-        if not made.is_judged:
+        if not made.is_judged and (loss_of(run.metrics)[1] or run.metrics.first(SCORES)):
             count = plural(len(_main_series(run)[1]), "step")
             said = f"{TOO_SHORT}: {count}. {_odd_of_few(*loss_of(run.metrics)) or said}"
         made.headline = said
@@ -192,24 +193,30 @@ def _course(run: LoggedRun) -> str:
     level = median(value for _, value in values[-max(len(values) // 20, 5) :])
     if len(values) >= 40 and abs(level - end) > abs(level) / 10:  # the last one is far off its neighbours
         went += f" ({number(level, 3)} in the median of the last ones)"
-    if not loss_of(run.metrics)[1]:
+    if run.metrics.first(SCORES):
         return went + (past_its_best([(step, -value) for step, value in values], "highest") or ".")
+    if not loss_of(run.metrics)[1]:  # whether it should rise or fall is not known
+        return f"{went}."
     if is_adversarial(run.metrics):
-        return went + _other_gan_losses(run, name)
+        return went + _gan_losses(run, name)
     return went + (course(values) if len(values) > HealthConfig().warmup else ".")
 
 
-def _other_gan_losses(run: LoggedRun, name: str) -> str:
-    """Continue a sentence on one of a GAN's losses with the others."""
-    others = [own for own in run.metrics.own_names if own != name and ADVERSARIAL.search(own) and is_training_loss(own)]
-    known = [(own, run.metrics.known(own)) for own in others[:3]]
-    return "".join(f", {own} from {number(of[0][1], 3)} to {number(of[-1][1], 3)}" for own, of in known if of) + "."
+def _gan_losses(run: LoggedRun, name: str) -> str:
+    """End a sentence on one of a GAN's losses with the levels of all of them."""
+    others = [own for own in run.metrics.own_names if ADVERSARIAL.search(own) and is_training_loss(own)]
+    known = [(own, run.metrics.known(own)) for own in dict.fromkeys([name, *others[:4]])]
+    levels = ((own, [value for _, value in of], -(-len(of) // 5)) for own, of in known if of)
+    fifths = (f"{own} {number(median(of[:n]), 3)} and {number(median(of[-n:]), 3)}" for own, of, n in levels)
+    return f". Medians of the first and the last fifth: {', '.join(fifths)}."
 
 
 def _main_series(run: LoggedRun) -> tuple[str, list[tuple[int, float]]]:
-    """Return the name and values of a run's loss, else of its reward."""
+    """Return the name and values of a run's reward, else of its loss, else of any metric."""
     metrics = run.metrics
     reward = metrics.first(SCORES)
+    if not reward and not loss_of(metrics)[1] and not metrics.norm and (courses := overview(metrics)):
+        return courses[0].name, courses[0].known
     return (metrics.own(reward), metrics.known(reward)) if reward else loss_of(metrics)
 
 
@@ -263,7 +270,7 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
         made.explosions[0] = worst = replace(worst, kind="learning")
         effects = fell
     made.kind, made.begin = worst.kind, worst.first
-    also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped")]
+    also = [sign.sentence for sign in signs if sign.kind in ("unfinite", "skipped", "overfit")]
     if worst.kind in ("back", *HARMLESS):  # a jump of the loss elsewhere is another finding
         near = range(worst.first, worst.steps[-1].step + 2)
         also += [sign.sentence for sign in signs if sign.kind == "loss" and sign.first not in near]
@@ -281,6 +288,8 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
         )
     made.sentences += _others(made.explosions)
     advice, made.command = advise(run, made.explosions, is_hurt, bool(sound))
+    if not is_hurt and (overfit := [sign.advice for sign in signs if sign.kind == "overfit"]):
+        advice, made.command = overfit[0], ""
     tokens = _on_tokens(run, worst.peak.step, "GradLoc on" in advice) if worst.kind != "learning" else ""
     made.sentences.append(f"{tokens} {advice}".lstrip())
 

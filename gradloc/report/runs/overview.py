@@ -3,6 +3,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from ...explain.numbers import number
 from ...health.rules import ENTROPY, REFERENCE_KL, SCORES
 from ..logs.names import is_training_loss
+from ..logs.pairs import NO_METRIC
 from ..logs.recording import Metrics
 from .health import LOSSES
 
@@ -19,8 +21,8 @@ HEAD = ("metric", "rows", "first", "lowest", "at", "highest", "at", "last", "cou
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
 _SIGNALS = (SCORES, ENTROPY, (*REFERENCE_KL, "actor/ppo_kl"))
-_EVALUATED = re.compile(r"(?<![a-z])(?:eval|val|valid|validation|test)(?![a-z]).*(?:loss|ppl|perplexity|bpb)|^val_bpb$")
-_ACCURACY = re.compile(r"(?<![a-z])acc(?:uracy)?(?![a-z])")
+_EVALUATED = re.compile(r"(?<![a-z])(?:eval|val|valid|validation|test|acc|accuracy)(?![a-z])")
+_BOOKKEEPING = re.compile(rf"{NO_METRIC.pattern}|epoch|step|iter|batch|v?_?num|samples|weight|scale", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,20 @@ class Course:
 def overview(metrics: Metrics) -> list[Course]:
     """Return the courses of a run's gradient norm, reward, entropy, KL, losses and accuracy, in this order.
 
-    At most :data:`MOST` that have two values or more; a signal that is always 0 is left out.
+    At most :data:`MOST` that have two values or more; a signal that is always 0 is left out. Where a run has none of
+    these, any metrics are returned.
     """
     own = metrics.own_names
     first = [metrics.norm or "", *(_first_used(metrics, names) for names in _SIGNALS), metrics.first(LOSSES)]
     wanted = [metrics.own(name) for name in first]
     wanted += [name for name in own if is_training_loss(name)]
-    wanted += [name for name in own if _EVALUATED.search(name.lower()) or _ACCURACY.search(name.lower())]
-    logged = ((name, metrics.logged(name)) for name in dict.fromkeys(wanted))
+    others = [name for name in own if not _BOOKKEEPING.search(name)]
+    wanted += [name for name in others if _EVALUATED.search(name.lower())]
+    return _courses(metrics, wanted) or _courses(metrics, (name for name in others if len({*metrics.get(name)}) > 2))
+
+
+def _courses(metrics: Metrics, names: Iterable[str]) -> list[Course]:
+    logged = ((name, metrics.logged(name)) for name in dict.fromkeys(names))
     return [Course(name, values) for name, values in logged if len(values) > 1][:MOST]
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...explain.numbers import number
 from ...explain.text import numbered, plural
 from ...health.rules import ENTROPY, LENGTH, REFERENCE_KL, SCORES, VALUE_LOSS
-from ..logs.names import is_training_loss
+from ..logs.names import evaluation_of, is_training_loss
 from ..logs.recording import SKIPPED, Metrics, Skip
 from ..logs.segments import LoggedRun
 from .course import best_level
@@ -55,7 +55,7 @@ ADVERSARIAL = re.compile(
 """In the name of a GAN's loss."""
 VANISHED = 1e-3
 """A loss below this fraction of its first value within ``_SOON`` rows has vanished, if the norm has as well."""
-_SOON = 20
+_SOON, _BESIDES = 20, 30.0
 _USUAL_SCALE = 2**15
 """Scalers begin at twice this scale, or far above it."""
 _FIRST_SCALE = 2**20
@@ -173,10 +173,10 @@ def findings(run: LoggedRun) -> list[Sign]:
         _reported(run),
         _skipped(run),
         _zeroed(run),
-        _vanished(metrics),
+        _vanished(metrics) or _norm_vanished(metrics),
         _height(metrics),
     ]
-    found.append(_lasting(metrics) or _jumped(metrics) or _blown_up(metrics))
+    found += [_scale_fell(run), _lasting(metrics) or _jumped(metrics) or _blown_up(metrics), _overfitted(metrics)]
     return [finding for finding in found if finding is not None and finding.kind]
 
 
@@ -407,6 +407,26 @@ def _vanished(metrics: Metrics) -> Sign | None:
     return Sign("vanish", sentence, advice, known[at][0] if at is not None else None)
 
 
+def _norm_vanished(metrics: Metrics) -> Sign | None:
+    """Find norms that end far below what they were, and fell far more than the loss."""
+    name, losses = loss_of(metrics)
+    norms, third = metrics.known(metrics.norm or ""), len(losses) // 3
+    if len(norms) < 3 * NEAR or third < NEAR:
+        return None
+    usual = median(norm for _, norm in norms[: len(norms) // 3])
+    step = next((step for step, norm in norms if norm <= VANISHED * usual), None)
+    end = median(norm for _, norm in norms[-NEAR:])
+    before, after = (median(loss for _, loss in part) for part in (losses[:third], losses[-third:]))
+    if step is None or not 0 < end <= VANISHED * usual or before <= 0 or after / before < _BESIDES * end / usual:
+        return None  # where a loss is fitted, its gradient vanishes with it
+    sentence = (
+        f"The gradient norm vanishes: {number(usual, 3)} in the median of its first third, below a thousandth of "
+    )
+    sentence += f"that from step {step} on, {number(end, 2)} at the end; {name} was {number(before, 3)}, and is "
+    sentence += f"{number(after, 3)} (medians)."
+    return Sign("vanish", sentence, "Nothing is learned any more: look at what saturates, and at frozen weights.", step)
+
+
 def _height(metrics: Metrics) -> Sign | None:
     norms = metrics.norms
     name = metrics.first(LOSSES)
@@ -484,11 +504,12 @@ def _lasting(metrics: Metrics) -> Sign | None:
             and -best[0] > was
         ):
             was, step = -best[0], best[1]  # it may have begun to fall long before it fell this far
-        what, worst = ("low", min(values[rise.at :])) if first.is_fall else ("peak", max(values[rise.at :]))
+        at = (min if first.is_fall else max)(range(rise.at, len(values)), key=values.__getitem__)
+        what, worst = "low" if first.is_fall else "peak", values[at]
         way = f", after a {what} of {number(worst, 2)}" if abs(worst - was) > 1.5 * abs(now - was) else ""
         change = f"from {number(was, 2)} around step {step} to {number(now, 2)} at the end{way}"
-        if worst in values[-2:] and way:
-            change = f"from {number(was, 2)} around step {step} to {number(worst, 2)} at the last finite values"
+        if at >= len(values) - 2 and way:
+            change = f"from {number(was, 2)} around step {step} to {number(worst, 3)} at step {known[at][0]}"
         return Sign("fell", f"{own} {first.verb} {change}.", "", step, step + 1)
     before_it = known[rise.at - 1][0]
     was, now = median(values[rise.low.start : rise.at]), median(values[rise.at :])
@@ -501,6 +522,49 @@ def _lasting(metrics: Metrics) -> Sign | None:
     kind = "collapse" if first.effect is LOSS and highest > _PEAK * now > 0 else "fell"
     sentence += f"; it peaked at {number(highest, 3)} at step {top}" if kind == "collapse" else ""
     return Sign(kind, f"{sentence}.", "", step, before_it + 1)
+
+
+def _overfitted(metrics: Metrics) -> Sign | None:
+    """Find an evaluation that has got worse for a third of its values or more, while the loss of training fell."""
+    name, losses = loss_of(metrics)
+    own = evaluation_of(name, metrics.own_names) if name and not is_adversarial(metrics) else ""
+    known = metrics.known(own)
+    if len(known) < _EVALUATIONS:
+        return None
+    at = min(range(len(known)), key=lambda at: known[at][1])
+    (step, best), end = known[at], median(value for _, value in known[-3:])
+    if 3 * at > 2 * len(known) or not end > _WORSE * best > 0:
+        return None
+    then, now = ([loss for each, loss in losses if is_then(each)] for is_then in (step.__ge__, step.__lt__))
+    if not then or not now or not median(now[-NEAR:]) < 0.95 * median(then[-NEAR:]):
+        return None
+    sentence = f"{own} was lowest at step {step}, {number(best, 3)}, and is {number(known[-1][1], 3)} at step "
+    sentence += f"{known[-1][0]}, while {name} fell on: the run overfits."
+    return Sign("overfit", sentence, f"Take the checkpoint of about step {step}.", step)
+
+
+_EVALUATIONS, _WORSE = 5, 1.15
+"""Least evaluations, and how many times the lowest one an evaluation is that has got worse."""
+
+
+def _scale_fell(run: LoggedRun) -> Sign | None:
+    """Find that a loss scale fell far within a few rows, where no line says that steps were skipped."""
+    metrics = run.metrics
+    name = next((name for name in metrics.own_names if _SCALE.search(name)), "")
+    known = metrics.known(name)
+    for at in range(_SETTLED + 1, len(known) if not run.skips else 0):
+        since, high = max(known[max(at - 5 * NEAR, _SETTLED) : at], key=lambda row: (row[1], row[0]))
+        if high >= _FAR_DOWN * known[at][1] > 0:
+            low, value = min(known[at : at + 5 * NEAR], key=itemgetter(1))
+            sentence = f"{name} fell from {number(high)} at step {since} to {number(value)} at step {low}: fp16's "
+            sentence += "scaler halves it when a gradient overflows, and skips that step."
+            return Sign("skipped", sentence, "Train in bf16 with the weights in fp32.", since)
+    return None
+
+
+_SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
+_SETTLED, _FAR_DOWN = 10, 64.0
+"""Rows in which a scaler looks for its scale, and the fall that says that it lost it."""
 
 
 def _epoch_starts(metrics: Metrics, steps: Sequence[int]) -> set[int]:

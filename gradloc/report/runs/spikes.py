@@ -125,10 +125,11 @@ KINDS = {
     "zero": "zero norms",
     "unfinite": "a metric is not finite",
     "skipped": "skipped steps",
-    "vanish": "loss and gradient vanish",
+    "vanish": "the gradient vanishes",
     "height": "norms too large to train at",
     "fell": "a collapse or divergence without a spike",
     "loss": "a spike of the loss",
+    "overfit": "overfitting",
 }
 """Kinds of explosions with their titles."""
 LOST_AND_BACK = "NaN or infinity, and back"
