@@ -221,7 +221,7 @@ def diagnosis(folder: RunFolder) -> None:
         out.print(line)
     if drawn:
         out.print()
-    _print_overview(out, first.run.metrics)
+    _print_overview(out, first.run.metrics, bool(first.run.overwritten))
     is_said = health and (health.is_too_short if first.headline.startswith(TOO_SHORT) else health.is_finite_alone)
     if health and not is_said and (health.num_unwell or not first.kind):  # what saw nothing contradicts no kind
         out.print(f"Health: {health.headline}")
@@ -251,8 +251,8 @@ def diagnosis(folder: RunFolder) -> None:
         _print_next(out, steps)
 
 
-def _print_overview(out: Console, metrics: Metrics) -> None:
-    """Print what the main metrics did."""
+def _print_overview(out: Console, metrics: Metrics, is_surviving: bool) -> None:
+    """Print what the main metrics did; ``is_surviving``: without what a resume overwrote."""
     courses = overview(metrics)
     if not courses:
         return
@@ -261,6 +261,8 @@ def _print_overview(out: Console, metrics: Metrics) -> None:
     width = min(max(out.width - taken - 1, len(HEAD[-1])), COURSE_WIDTH)
     drawn = ((*row, course.bars(width)) for row, course in zip(rows, courses, strict=True))
     out.print(table(HEAD, drawn, gap=1))
+    if is_surviving:
+        out.print("Each step as it was logged last.", style="dim")
 
 
 def _head(first: Diagnosis) -> str:

@@ -533,7 +533,8 @@ def _overfitted(metrics: Metrics) -> Sign | None:
         return None
     at = min(range(len(known)), key=lambda at: known[at][1])
     (step, best), end = known[at], median(value for _, value in known[-3:])
-    if 3 * at > 2 * len(known) or not end > _WORSE * best > 0:
+    usual = median(value for _, value in known[max(at - 1, 0) : at + 2])
+    if 3 * at > 2 * len(known) or not end > _WORSE * usual > 0:
         return None
     then, now = ([loss for each, loss in losses if is_then(each)] for is_then in (step.__ge__, step.__lt__))
     if not then or not now or not median(now[-NEAR:]) < 0.95 * median(then[-NEAR:]):
@@ -563,7 +564,7 @@ def _scale_fell(run: LoggedRun) -> Sign | None:
 
 
 _SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
-_SETTLED, _FAR_DOWN = 10, 64.0
+_SETTLED, _FAR_DOWN = 20, 64.0
 """Rows in which a scaler looks for its scale, and the fall that says that it lost it."""
 
 

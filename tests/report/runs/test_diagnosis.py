@@ -198,3 +198,62 @@ def test_health_says_why_no_rule_found_a_spike_of_the_first_steps(shown):
         said = shown(command, DATA / "logs" / "console" / "first.log")
         assert "Step 1: gradient norm 903" in said and "The spike at step 1 is in the first 10 steps" in said
         assert "the first 10 steps" not in shown(command, DATA / "logs" / "console" / "last.log")
+
+
+def diagnosed(tmp_path, rows):
+    (tmp_path / "run.jsonl").write_text(
+        "".join(json.dumps({"step": step} | row) + "\n" for step, row in enumerate(rows))
+    )
+    return read_run(tmp_path / "run.jsonl").diagnoses[0]
+
+
+def fitted(step):
+    return 2.0 * 0.95**step + 0.05
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "is_fault"),
+    [
+        (lambda step: 1.0 if step < 60 else 1e-5, lambda step: max(fitted(step), 0.8), True),
+        (lambda step: 0.93**step, lambda step: 2.0 * 0.93**step, False),
+        (lambda step: 1.0 if step < 60 else 0.2, lambda step: max(fitted(step), 0.8), False),
+    ],
+    ids=["norms alone", "with the loss", "a little"],
+)
+def test_a_gradient_that_vanishes_while_the_loss_stays_is_a_fault(tmp_path, norm, loss, is_fault):
+    made = diagnosed(tmp_path, [{"loss": loss(s), "grad_norm": norm(s)} for s in range(160)])
+    assert (made.kind == "vanish") == is_fault
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind"),
+    [
+        (lambda step: 65536.0 if step < 50 else max(65536.0 * 0.5 ** (step - 49), 1.0), "skipped"),
+        (lambda step: max(2.0**32 * 0.5**step, 65536.0), ""),
+        (lambda step: 65536.0 / (1 + (step > 60)), ""),
+    ],
+    ids=["lost", "searched", "halved once"],
+)
+def test_a_loss_scale_that_falls_far_is_a_fault_and_a_scaler_s_search_is_none(tmp_path, scale, kind):
+    made = diagnosed(tmp_path, [{"loss": fitted(s), "loss_scale": scale(s)} for s in range(100)])
+    assert made.kind == kind and ("from 65,536 at step 49" in made.headline) == bool(kind)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "kind"),
+    [
+        (lambda step: fitted(step) + 0.02 * step, "overfit"),
+        (lambda step: fitted(step) + 0.1, ""),
+        (lambda step: 1.0 + 0.1 * (step // 10 % 2), ""),
+    ],
+    ids=["gets worse", "falls with it", "scatters"],
+)
+def test_an_evaluation_that_gets_worse_while_the_loss_falls_is_overfitting(tmp_path, evaluation, kind):
+    rows = [{"loss": fitted(s)} | ({"eval_loss": evaluation(s)} if s % 10 == 0 else {}) for s in range(120)]
+    made = diagnosed(tmp_path, rows)
+    assert made.kind == kind and ("Take the checkpoint of about step" in made.advice) == bool(kind)
+
+
+def test_a_loss_that_has_stopped_to_fall_is_said_to_be_level(tmp_path):
+    made = diagnosed(tmp_path, [{"loss": max(4.0 - 0.1 * step, 2.0) + 0.01 * (step % 3)} for step in range(200)])
+    assert "has been level since about step" in made.headline
