@@ -17,23 +17,20 @@ from unittest import mock
 
 import torch
 
-from lab.benchmarks.links import FAULTS, STRENGTHS, Plant, judged, report
+from lab.benchmarks.links import ENDS, FAULTS, STRENGTHS, Plant, judged, report
 from lab.benchmarks.run import Parser, Record, finish, seeds_of
 
 HEALTHY = 24
 _AFTER = 3
 
+FACTORS = {"token": 1e4, "row": 1e3, "batch": 1e3}
+"""Fault of the batch -> factor of its advantages."""
 
-BATCH: dict[str, tuple[Any, float]] = {"token": ((5, 3), 1e4), "row": (5, 1e3), "batch": (slice(None), 1e3)}
-"""Fault of the batch -> whose advantages are multiplied, and by what."""
 
+class EnginePlant(Plant):
+    """A fault in this trainer's engine, whose tiny model takes more."""
 
-def plant(made: Any, fault: str, is_gradual: bool, seed: int, attempt: int) -> Plant:
-    """Return a fault of :mod:`lab.benchmarks.links` in this trainer's engine."""
-    ends = ("model.norm.weight", "lm_head.weight")
-    planted = Plant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ends, attempt)
-    planted.weight_factor, planted.moment_factor = 50.0, 1e-12  # the tiny model takes more
-    return planted
+    weight_factor, moment_factor = 50.0, 1e-12
 
 
 def update_with(made: Any, fault: Plant, step: int, batch: Any) -> None:
@@ -43,11 +40,10 @@ def update_with(made: Any, fault: Plant, step: int, batch: Any) -> None:
         made.update(batch)
         return
     fault.before_forward()
-    if fault.name in BATCH:
-        rows, factor = BATCH[fault.name]
-        if fault.name != "batch":
-            rows = (rows[0] + fault.attempt, rows[1]) if isinstance(rows, tuple) else rows + fault.attempt
-        batch.batch["advantages"][rows] *= (factor * fault.strength) ** part
+    if fault.name in FACTORS:
+        row = 5 + fault.attempt
+        place = {"token": (row, 3), "row": row, "batch": slice(None)}[fault.name]
+        batch.batch["advantages"][place] *= (FACTORS[fault.name] * fault.strength) ** part
 
     def optimizer_step() -> Any:
         fault.after_backward(part)
@@ -84,16 +80,17 @@ def measure(seed: int, folder: str) -> list[Record]:
     return rows
 
 
-def trained(model: str, dump_dir: str, *fault: Any) -> tuple[Plant, list[Record]]:
-    """Train with a fault, see :func:`plant`, until it makes an event; return the fault and its events."""
+def trained(
+    model: str, dump_dir: str, fault: str, is_gradual: bool, seed: int, attempt: int
+) -> tuple[Plant, list[Record]]:
+    """Train with a fault until it makes an event; return the fault and its events."""
     from tests.adapters.verl09.harness import ACTOR, make_batch, make_trainer
     from tests.world.events import read_events
 
     shutil.rmtree(dump_dir, ignore_errors=True)
-    made = make_trainer(
-        ["+gradloc=on", f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"{ACTOR}.optim.weight_decay=0.01"], model
-    )
-    planted, seed = plant(made, *fault), fault[2]
+    settings = [f"{ACTOR}.gradloc.dump_dir={dump_dir}", f"{ACTOR}.optim.weight_decay=0.01"]
+    made = make_trainer(["+gradloc=on", *settings], model)
+    planted = EnginePlant(made.engine.module, made.engine.optimizer, fault, is_gradual, seed, ENDS, attempt)
     for step in range(HEALTHY + planted.steps + _AFTER):
         update_with(made, planted, step - HEALTHY, make_batch(seed=7 * seed + step % 7))
         if step >= HEALTHY and Path(dump_dir, "events.jsonl").exists():

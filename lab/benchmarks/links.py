@@ -64,7 +64,7 @@ STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0)
 """How much stronger a fault is planted, until the run spikes."""
 _PLACE = 1_000_003  # of a flipped weight, by the sizes of its parameter
 _LONG = 1e8  # steps of a training whose optimizer needs no bias correction any more
-_ENDS = ("model.norm.weight", "lm_head.weight")  # of transformers' models
+ENDS = ("model.norm.weight", "lm_head.weight")  # of transformers' models
 _TEXT = torch.tensor(list("\n".join(topics.topics.values()).encode()))
 
 
@@ -223,7 +223,7 @@ class Run:
 
     def plant(self, fault: str, is_gradual: bool, attempt: int = 0) -> None:
         """Plant a fault that starts after the healthy steps; "" for none."""
-        plan, ends = self.plan, ("norm.weight", "head.weight") if self.plan.model == "gpt" else _ENDS
+        plan, ends = self.plan, ("norm.weight", "head.weight") if self.plan.model == "gpt" else ENDS
         self.fault = Plant(self.model, self.optimizer, fault, is_gradual, plan.seed + 2, ends, attempt)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
