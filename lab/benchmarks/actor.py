@@ -7,6 +7,7 @@ not dominate an update.
 
 import importlib.metadata
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -105,35 +106,32 @@ def count(name: str, seed: int, plant: tuple[int, int, float] | None = None) -> 
         ``ops``, ``reads`` without the next two, ``reads_in_passes`` of the search, ``reads_in_losses`` of cures,
         ``reads_before_step``, ``collectives`` by name, ``bytes`` read, and the ``places`` that read.
     """
-    global _counter
-    counter, before = DeviceCounter(), {"behind": 0}
-    trainer = _trainers[name]
+    counter, reads, trainer = DeviceCounter(), Counter[str](), _trainers[name]
     optimizer = trainer.engine.optimizer if is_engine() else trainer.actor.actor_optimizer
+    zero_grad = optimizer.zero_grad
+
+    def begun(*given: Any, **named: Any) -> None:
+        reads["begin"] = counter.reads[""]
+        zero_grad(*given, **named)
 
     def stepped(*_: Any) -> None:
-        before["step"] = before.get("step", 0) + counter.reads[""] - before.pop("begin", counter.reads[""])
+        reads["before_step"] += counter.reads[""] - reads.pop("begin", counter.reads[""])
 
-    def began(*_: Any) -> None:
-        before["begin"] = counter.reads[""]
-
-    _counter = counter
     handle = optimizer.register_step_pre_hook(stepped)
-    zero_grad = optimizer.zero_grad
-    optimizer.zero_grad = lambda *given, **named: (began(), zero_grad(*given, **named))[1]
-    try:
-        with _as_on_gpu(counter):
-            spikes = update(name, seed, plant)
-    finally:
-        _counter = None
-        del optimizer.zero_grad
-        handle.remove()
+    with (
+        mock.patch(f"{__name__}._counter", counter),
+        mock.patch.object(optimizer, "zero_grad", begun),
+        _as_on_gpu(counter),
+    ):
+        spikes = update(name, seed, plant)
+    handle.remove()
     return {
         "spikes": spikes,
         "ops": sum(counter.ops.values()),
         "reads": counter.reads[""],
         "reads_in_passes": counter.reads["pass"],
         "reads_in_losses": counter.reads["loss"],
-        "reads_before_step": before["step"],
+        "reads_before_step": reads["before_step"],
         "collectives": dict(sorted(counter.collectives.items())),
         "bytes": sum(counter.bytes.values()),
         "places": dict(counter.places.most_common()),
