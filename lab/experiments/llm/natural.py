@@ -51,7 +51,6 @@ def summary(event: dict) -> dict[str, Any]:
         "step": step["global_step"],
         "norm": event["trigger"]["grad_norm"],
         "threshold": event["trigger"]["threshold"],
-        "num_tokens": event["trigger"]["num_tokens"],
         "named": [len(culprit["positions"]) for culprit in culprits],
         "spans": [culprit["span"] for culprit in culprits],
         "answers": len({culprit["sequence_id"] for culprit in culprits}),
@@ -59,10 +58,8 @@ def summary(event: dict) -> dict[str, Any]:
         **{key: shares.get(key) for key in ("closure", "closure_error", "is_trusted")},
         "norm_after": event["certificate"]["norm_after"],
         "verdict": event["certificate"]["verdict"],
-        "taken": event["action"]["taken"],
         # an update of M micro-batches is M forwards and M backwards, and a backward counts as two forwards
         "updates": (search["forwards"] + 2 * search["backwards"]) / (3 * step["num_micro_batches"]),
-        "seconds": search["seconds"],
         "cures": [
             {key: cure[key] for key in ("name", "verdict", "norm_after", "forwards")} for cure in event["cures"] or ()
         ],
@@ -234,8 +231,9 @@ def cures_row(arm: str, found: list[dict]) -> dict[str, str]:
 def draw(data: dict[str, Any], path: Path) -> None:
     """Draw the figure of docs/natural-spikes.md: each event's norm with and without its culprits, its largest one."""
     arms = list(dict.fromkeys(event["arm"] for event in data["events"]))
+    drawn = [event for event in observed(data) if finite(event["norm"]) is not None]
     with figure(path, 11, 2) as (_, (steps, places)):
-        for index, event in enumerate(sorted(observed(data), key=lambda event: event["norm"])):
+        for index, event in enumerate(sorted(drawn, key=lambda event: event["norm"])):
             color = f"C{arms.index(event['arm'])}"
             ends = (event["norm_after"] or event["norm"], event["norm"])
             steps.plot([index, index], ends, color=color, linewidth=1.2, alpha=0.6)

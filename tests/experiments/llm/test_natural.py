@@ -69,6 +69,15 @@ def test_an_arm_without_a_spike_has_its_largest_norm(found):
     assert line(natural.effects_table(found), "healthy", "1")["largest norm: observe"] == "5"
 
 
+def test_a_norm_that_is_no_number_is_a_word_in_the_table_and_no_point_of_the_figure(tmp_path, capsys):
+    event = make_event(1, [], shares=None)
+    event["trigger"]["grad_norm"] = "Infinity"
+    write(tmp_path / "hot-seed1", [float("inf"), 3.0], [event, make_event(2, [make_culprit(3)])])
+    write_suite(tmp_path, hot_seed1=0)
+    assert summaries.main([natural.__name__, str(tmp_path)]) == 0
+    assert "Infinity / " in capsys.readouterr().out and (tmp_path / "natural.png").exists()
+
+
 def test_an_event_s_line_is_about_the_culprit_with_the_largest_share(found):
     cells = line(natural.events_table(found), "no-clip", "1", "2")
     assert cells["named"] == "2 in 1" and cells["share"] == "-0.7"
