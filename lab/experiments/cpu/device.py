@@ -2,9 +2,8 @@
 """Let verl's FSDP workers run without an accelerator.
 
 verl falls back to the device name "cpu", then calls functions of torch that only an accelerator has. Each function here
-prevents one such failure; docs/experiments.md lists the errors. Load it with
-`VERL_USE_EXTERNAL_MODULES=lab.experiments.cpu.device`: verl imports it before its workers. With a GPU present it does
-nothing.
+prevents one such failure. Load it with `VERL_USE_EXTERNAL_MODULES=lab.experiments.cpu.device`: verl imports it before
+its workers. With a GPU present it does nothing.
 """
 
 import functools
