@@ -369,25 +369,22 @@ class Trial:
 
 def markdown(record: Record) -> str:
     """Return a table of outcomes by kind of fault and trainer, with their places."""
-    groups: dict[tuple[str, str], Counter[str]] = {}
-    places: dict[tuple[str, str], dict[str, None]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for key, outcome in sorted(record["outcomes"].items()):
         trainer, kind, place, *_ = key.split(" | ")
-        groups.setdefault((kind, outcome), Counter())[trainer] += 1
-        places.setdefault((kind, outcome), {})[place] = None
-    names = [name for name in TRAINERS if any(group[name] for group in groups.values())]
-    order = {place: at for at, place in enumerate(PLACES)}
+        groups.setdefault((kind, outcome), []).append((trainer, place))
+    totals = Counter(trainer for group in groups.values() for trainer, _ in group)
+    names, order = [name for name in TRAINERS if totals[name]], [*PLACES]
     rows: list[list[object]] = [["what fails", "the run", "where", *names]]
     explained: set[str] = set()
     for (kind, outcome), group in sorted(groups.items()):
-        found = sorted(places[kind, outcome], key=lambda place: order.get(place, len(order)))
-        is_everywhere = len(set(found) & set(PLACES)) == len(PLACES)
-        where = "everywhere" if is_everywhere else ", ".join(found)
+        counts, found = Counter(trainer for trainer, _ in group), dict.fromkeys(place for _, place in group)
+        in_order = sorted(found, key=lambda place: order.index(place) if place in PLACES else len(order))
+        where = "everywhere" if PLACES.keys() <= found.keys() else ", ".join(in_order)
         what = kind if kind in explained else f"{kind}: {KINDS[kind]}"
         explained.add(kind)
-        rows.append([what, outcome, where, *(group[name] or "" for name in names)])
-    totals = [sum(group[name] for group in groups.values()) for name in names]
-    rows.append(["", f"{sum(totals)} cases", "", *totals])
+        rows.append([what, outcome, where, *(counts[name] or "" for name in names)])
+    rows.append(["", f"{totals.total()} cases", "", *(totals[name] for name in names)])
     return table(rows)
 
 
