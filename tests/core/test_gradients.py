@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 from gradloc.core.gradients import GradientSpace, squared_norms
-from gradloc.core.sharding import abandon_pass, gradient_dtypes, local_shard, unwrapped
+from gradloc.core.sharding import abandon_pass, gradient_dtypes, local_shard
 from gradloc.search.weights import MovedWeights
 
 
@@ -34,12 +34,6 @@ def group(tmp_path):
 def ddp(group):
     torch.manual_seed(0)
     return DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)))
-
-
-def test_its_parameters_have_the_models_own_names(ddp):
-    space = GradientSpace(ddp)
-    assert space.names == ["0.weight", "0.bias", "1.weight", "1.bias"] and space.module is ddp
-    assert unwrapped(ddp) is ddp.module and unwrapped(ddp.module) is ddp.module
 
 
 def test_after_a_pass_that_was_cut_off_the_next_gives_its_gradient_bit_for_bit(ddp):

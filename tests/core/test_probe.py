@@ -46,11 +46,6 @@ def test_the_halves_of_one_rank_s_tokens_go_down_to_each_token_alone(mask):
     assert torch.equal(torch.stack(alone).sum(0).bool(), mask) and len(alone) == int(mask.sum())
 
 
-def test_one_token_is_not_halved():
-    with pytest.raises(ValueError, match="1 tokens on one rank cannot be halved"):
-        Part(0, 0, 1).halves(1)
-
-
 @given(MASKS, st.sets(st.integers(0, 14)))
 def test_what_is_left_out_are_those_tokens_of_that_micro_batch_and_rank(mask, numbers):
     count = int(mask.sum())

@@ -58,16 +58,6 @@ def test_each_micro_batch_s_own_size_is_the_root_of_what_it_adds_to_the_running_
     assert tracker.read(space, Ranks(), LOSS_SCALE).increments is None
 
 
-def test_a_micro_batch_that_undoes_the_others_has_a_size_too():
-    squares = [torch.tensor([9.0]), torch.tensor([4.0, 1.0]), torch.tensor([0.0])]
-    space = GradientSpace(torch.nn.Linear(1, 1))
-    space.local_squares = lambda: squares.pop(0)
-    tracker = NormTracker(0)
-    for _ in range(3):
-        tracker.after_backward(space)
-    assert tracker.read(space, Ranks()).increments == pytest.approx([3.0, 2.0, 5**0.5])
-
-
 def test_steps_that_spiked_are_not_remembered_and_two_are_needed():
     step = ToyStep(shard(build("tiny"), "plain"), random_batch(build("tiny")), M)
     space, tracker = GradientSpace(step.model), NormTracker(2)

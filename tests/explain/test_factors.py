@@ -162,17 +162,6 @@ def test_an_engine_that_is_a_twentieth_as_far_off_everywhere_may_have_sampled_it
         assert made.numbers["engine_gap"] == pytest.approx(gap) and made.numbers["drift"] == 0.0
 
 
-@pytest.mark.parametrize(("length", "found"), [(6, "shifted_log_probs"), (5, "unknown")])
-@pytest.mark.parametrize("shift", [1, -1])
-def test_a_shift_takes_five_pairs_to_be_seen(length, found, shift):
-    now = [-0.5 if place % 3 else -4.0 for place in range(length + 1)]
-    row = [(now[place], now[place + shift]) for place in range(length)] if shift > 0 else [
-        (now[place + 1], now[place]) for place in range(length)]  # fmt: skip
-    made = engine(row)
-    assert made.label == found
-    assert found == "unknown" or made.numbers["shift"] == shift
-
-
 @pytest.mark.parametrize("shift", [1, -1])
 def test_one_pair_at_the_end_is_enough_where_all_others_agree(shift):
     now, engines = [-1.0] * 6 + [-9.0], [-1.0] * 5 + [-9.0, -3.0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradloc.explain.causes import CAUSE_INFO, _info_from, cause_info, classify
+from gradloc.explain.causes import CAUSE_INFO, cause_info, classify
 from gradloc.explain.culprits import group_sentence, repeat_sentence
 from gradloc.record import CAUSES, BatchStatistics, Cause, Event, Run, Sibling
 from tests.explain import a_culprit
@@ -20,11 +20,6 @@ def test_every_cause_has_a_meaning_and_a_config_line_for_every_trainer_and_a_new
         assert found is CAUSE_INFO[label] and found.title and found.means.endswith("."), label
         assert all(found.advice(trainer) for trainer in ("verl 0.7.0", "verl 0.9.1", None)), label
     assert cause_info("from the future") is CAUSE_INFO["unknown"]
-
-
-def test_a_section_with_a_title_is_a_cause_and_another_a_case_of_those_that_it_names():
-    assert _info_from("a", {"title": "A"}).causes == ("a",)
-    assert _info_from("b", {"why": "B"}).causes == () and _info_from("b", {"causes": "a c"}).causes == ("a", "c")
 
 
 def in_group(advantage: float, others: tuple[float, ...], rewards: tuple[float, ...] | None = None, **run: Any) -> str:

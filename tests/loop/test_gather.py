@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradloc.core.ranks import Ranks
-from gradloc.loop.gather import _most_wanted, _Row, _Sums, _typical, raw_event
+from gradloc.loop.gather import _Sums, _typical, raw_event
 from gradloc.record import Action, Cured, History, Step, Trigger
 from tests.toy_model import Loss, ToyStep, build, random_batch, shard
 from tests.toy_model.events import context_of
@@ -149,15 +149,6 @@ def test_each_token_of_a_span_has_the_least_norm_that_its_share_says(context):
     assert found(shares).share_error == pytest.approx(float(errors.norm()) / shares.square)
     for none in (None, replace(shares, is_exact=False)):
         assert found(none).token_norms is None and found(none).share is found(none).share_error is None
-
-
-def test_rows_with_a_culprit_and_then_the_largest_are_kept_each_once():
-    here, there, far = _Row(0, 1, 2), _Row(1, 0, 0), _Row(1, 3, 1)
-    assert _most_wanted([[(0.2, here), (0.1, far)], [(math.inf, there), (0.3, there)]]) == [there, here, far]
-    assert _most_wanted([[(0.2, far)], [(0.2, here)]]) == [here, far]
-    many = [(0.01 * number, _Row(0, 0, number)) for number in range(100)]
-    kept = [row.row for row in _most_wanted([many])]
-    assert kept == list(range(99, 99 - len(kept), -1)) and 0 < len(kept) < 100
 
 
 def test_rows_that_carry_a_notable_share_are_wanted_the_largest_first(context):

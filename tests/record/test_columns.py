@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from gradloc.loop.writer import BUNDLE_KEYS
-from gradloc.record.bundle import Sequence
-from gradloc.record.columns import COLUMNS, OF_A_TOKEN, SHOWN, STORED, column, value
+from gradloc.record.columns import OF_A_TOKEN, SHOWN, STORED, column, value
 from gradloc.report.pages import exports, page
 from gradloc.report.runs.run import read_run
 from tests.report.builder import SCHEMAS, make_culprit, make_event, make_metrics, make_sequence, write_run
@@ -54,9 +53,3 @@ def test_every_column_is_in_the_record_its_schema_the_csv_the_page_and_the_bundl
         defs = json.loads((SCHEMAS / f"{file}.v2.schema.json").read_text())["$defs"]
         assert {*defs[kind]["properties"]["values" if kind == "Culprit" else "columns"]["properties"]} == {*STORED}
     assert {column.tensor for column in STORED.values()} - {""} <= {*BUNDLE_KEYS}
-
-
-def test_a_sequence_has_its_computed_columns_too():
-    made = Sequence(columns={"log_prob": (-1.0, -2.0), "old_log_prob": (-1.0, -1.0)})
-    assert made.column("ratio") == pytest.approx((1.0, math.exp(-1.0))) and made.column("entropy") is None
-    assert all(made.column(name) is None for name in COLUMNS if name not in ("log_prob", "old_log_prob", "ratio"))

@@ -1,34 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damages what a reader is given: an answer, or one sentence, never a traceback, an escape or a hang.
 
-    python -m tests.report.fuzz READER --seconds 600
-
-docs/security.md says what the last run found. What was found stays in test_fuzz.py, as bytes or in ``WORDS``.
+docs/security.md says what long runs found: it stays in test_fuzz.py, as bytes or in ``WORDS``.
 """
 
-import argparse
 import contextlib
 import copy
 import gzip
 import io
 import itertools
 import json
-import random
 import re
 import struct
-import sys
 import tarfile
 import tempfile
 import time
 import warnings
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from gradloc import command
@@ -259,51 +252,3 @@ READERS = (
     *("text logs", "documents", "tables", "streams", "databases", "columns", "archives"),
     *("events", "bundles", "mismatch", "settings", "manifests"),
 )
-
-
-def main() -> int:
-    """Damage files of a reader for a time; print how many, and each failure once, with the bytes as a seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("reader", choices=READERS)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000_000), help="of the first 300 files")
-    parser.add_argument("--keep", type=Path, help="folder for the files that failed")
-    args = parser.parse_args()
-    end, counts, failed = time.monotonic() + args.seconds, Counter[str](), Counter[str]()
-    number = args.seed
-
-    def attempt(made: tuple[str, bytes], choice: int) -> None:
-        if time.monotonic() > end:
-            return
-        counts["files"] += 1
-        try:
-            answer(args.reader, *made, choice)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            place = error.__traceback__
-            while place is not None and place.tb_next is not None:
-                place = place.tb_next
-            where = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else "?"
-            key = f"{type(error).__name__} at {where}: {str(error)[:160]!r}"
-            failed[f"{type(error).__name__} at {where}"] += 1
-            if failed[f"{type(error).__name__} at {where}"] == 1:
-                print(f"{args.reader}: {made[0]}, choice {choice}: {key}", file=sys.stderr, flush=True)
-                if args.keep:
-                    args.keep.mkdir(parents=True, exist_ok=True)
-                    (args.keep / f"{len(failed)}-{choice}-{made[0]}").write_bytes(made[1])
-
-    while time.monotonic() < end:
-        options = settings(
-            *(), max_examples=300, database=None, deadline=None, phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        seed(number)(options(given(damaged(args.reader), st.integers(0, 3))(attempt)))()
-        number += 1
-    done = f"{counts['files']:,} files in {args.seconds:.0f} s from seed {args.seed}"
-    print(f"{args.reader}: {done}, {len(failed)} kinds of failure")
-    return bool(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -88,10 +88,3 @@ def test_the_one_command_reports_a_path_and_knows_every_subcommand(tmp_path, cap
     shown = capsys.readouterr().out
     assert all(f"gradloc {name} " in shown for name in ("watch", "health", "check", "compare", "mismatch", "cure"))
     assert all(name in shown or name == "report" for name in COMMANDS)
-
-
-@pytest.mark.parametrize("name", ["patch", "health"])
-def test_a_subcommand_s_help_is_its_own(name, capsys):
-    with pytest.raises(SystemExit) as caught:
-        command.main([name, "--help"])
-    assert caught.value.code == 0 and "usage" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +11,14 @@ from hypothesis import strategies as st
 
 from tests.report.fuzz import READERS, answer, damaged, samples
 
+FILES = int(os.environ.get("FUZZ_FILES", 12))
+"""Damaged for each reader: the same ones each time, or more, and others each time."""
+
 
 @pytest.mark.full
 @pytest.mark.parametrize("reader", READERS)
 def test_a_damaged_file_is_answered_or_refused_in_a_sentence(reader):
-    @settings(max_examples=12)
+    @settings(max_examples=FILES, derandomize=FILES == 12)
     @given(damaged(reader), st.integers(0, 3))
     def attempt(made, choice):
         answer(reader, *made, choice)

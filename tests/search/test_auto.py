@@ -48,14 +48,6 @@ def name(task, products, is_exact=True, norms=None):
     return [span.start for span in search.result.culprits], [entry.phase for entry in search.result.path]
 
 
-def test_proved_tokens_that_cancel_each_other_are_named_beside_one_that_explains_the_spike():
-    task, _ = task_of({(0, 0): 1e4})
-    task = replace(task, square=task.spike.grad_norm**2)
-    spike = 1.1 * task.reference / task.spike.grad_norm  # as large as makes a spike by itself
-    assert name(task, [1.0, spike, -spike])[0] == [0, 1, 2]
-    assert name(task, [1.0, 0.8 * spike, -0.8 * spike])[0] == [0], "quieter ones leave none"
-
-
 def test_where_shares_prove_nothing_a_backward_that_accounts_for_the_spike_is_the_last():
     task, batch = task_of({(0, 0): 1e4})
     task = replace(task, square=task.spike.grad_norm**2)

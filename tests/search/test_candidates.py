@@ -13,9 +13,7 @@ import torch
 from gradloc.core.ranks import Ranks
 from gradloc.search.batch import is_spread
 from gradloc.search.candidates import (
-    _window,
     drop_overlapping,
-    find_by_coefficient,
     find_by_share,
     find_by_value,
     find_non_finite,
@@ -44,26 +42,6 @@ class OneOfMany(Ranks):
 
     def sum(self, values):
         return [self.size * value for value in values]
-
-
-def shortest_run(values: torch.Tensor) -> tuple[int, int]:
-    """The slow obvious way to the shortest run that carries 0.9 of the sum, of all that are no longer than half."""
-    sums = torch.cat([values.new_zeros(1), values.cumsum(0)]).mul(values.sum().sign())
-    for length in range(1, len(values) // 2 + 1):
-        carried = sums[length:] - sums[:-length]
-        if float(carried.max()) >= 0.9 * float(sums[-1]):
-            return int(carried.argmax()), int(carried.argmax()) + length
-    return 0, len(values)
-
-
-def test_the_shortest_run_that_carries_a_row_is_found_in_time_linear_in_the_row():
-    generator = torch.Generator().manual_seed(0)
-    for number in range(500):
-        values = torch.randn(1 + number % 40, generator=generator).double() ** (1 + number % 5)
-        assert _window(values) == shortest_run(values) and _window(values.abs()) == shortest_run(values.abs())
-    started = time.process_time()
-    assert _window(torch.ones(200_000).double()) == (0, 200_000)
-    assert time.process_time() - started < 15, "23 s by trying each length"
 
 
 def task_of(share_broken: float) -> Task:
@@ -164,14 +142,6 @@ def test_what_is_not_finite_is_a_token_a_segment_or_a_row():
     ]
 
 
-def test_candidates_come_largest_first_and_in_the_order_of_their_places():
-    task = one_rank([[[0.0] * 4], [[0.0] * 4]])
-    values = [torch.tensor([[2.0, 0.99, 1.0, 5.0]]), torch.tensor([[2.0, 0.0, 9.0, 2.0]])]
-    found = find_by_value(task, values.__getitem__, 1.0, [token_at(1, 0, 2)], bound=0.5)
-    told = [(span.micro_batch, span.start, span.norm) for span in found]
-    assert told == [(0, 3, 2.5), (0, 0, 1.0), (1, 0, 1.0), (1, 3, 1.0), (0, 2, 0.5)]
-
-
 def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
     products = [[[30.0, 0.1, 0.1, -0.1]], [[0.1, 9.9, 0.1, 0.1]], [[-12.0, -14.0, -15.0, -13.0]]]
     task, parts = one_rank(products), [torch.tensor(part, dtype=torch.float64) for part in products]
@@ -181,12 +151,6 @@ def test_a_span_s_bound_is_its_product_with_the_gradient_over_the_norm():
         ("sequence", 2, 0, 4, pytest.approx(5.4 - 0.2)),
         ("token", 0, 0, 1, pytest.approx(2.9)),
     ]
-
-
-@pytest.mark.parametrize(("size", "num_found"), [(40.0, 1), (1.0, 0)])
-def test_a_coefficient_points_at_a_token_where_the_others_have_little(size, num_found):
-    kept = find_by_coefficient(one_rank([[[size] + [1.0] * 256]]), 2, (), 1.0)
-    assert [span.start for span in kept] == list(range(num_found)) and all(span.norm == 0 for span in kept)
 
 
 @pytest.mark.parametrize(("product", "needs_backward"), [(60.0, False), (40.0, True)])

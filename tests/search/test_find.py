@@ -10,10 +10,9 @@ import torch
 from gradloc.core.ranks import PeerFailure, Ranks
 from gradloc.search.candidates import find_by_coefficient
 from gradloc.search.find import localize
-from gradloc.search.task import Span
 from tests.search import spike_of, trained
 from tests.search import task_of as a_step
-from tests.toy_model import Loss, build, random_batch
+from tests.toy_model import build, random_batch
 from tests.toy_model.mixtures import mixture, problems
 from tests.toy_model.scenarios import search_planted
 
@@ -83,13 +82,6 @@ def test_so_are_they_on_two_ranks_that_find_the_same(bare_world, layout, plants,
 
 
 # ---- what it may cost, and how it ends
-
-
-def test_what_is_named_has_no_coefficient_any_more():
-    made, _ = a_step({}, loss=Loss(entropy=0.1))
-    mask, token = made.prober.step.token_mask(1), Span(0.0, "token", 1, 0, 3, 4)
-    for left, whole in zip(made.coefficients([token])[1], made.coefficients([])[1], strict=True):
-        assert left[mask][3] == 0.0 != whole[mask][3] and int((left != whole).sum()) == 1
 
 
 @pytest.mark.parametrize("strategy", ["auto", "bisect"])

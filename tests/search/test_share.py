@@ -120,11 +120,6 @@ def test_a_p_that_rounds_to_one_is_a_finite_number_and_carries_nothing():
     assert float(readout.read((torch.full((1, 1), -1e-3), None))) == 0
 
 
-def test_an_entropy_that_moves_is_part_of_what_is_read():
-    readout = Readout(recorded(torch.tensor([[-1.0]])), torch.zeros(1, 1), torch.tensor([[3.0]]))
-    assert float(readout.read((torch.tensor([[-1.0]]), torch.tensor([[0.5]])))) == 1.5
-
-
 def test_positions_without_a_coefficient_read_nothing_whatever_they_hold():
     coefficients = torch.tensor([[1.0, 0.0, 0.0]])
     garbage = torch.tensor([[-1.0, -math.inf, math.nan]])

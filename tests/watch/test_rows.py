@@ -19,14 +19,6 @@ def rows(*names, weight=0.5, width=3):
     }
 
 
-def test_rows_of_ranks_stand_one_below_the_other_and_a_weight_counts_as_that_of_a_mean():
-    made = view_of([rows("a", "b"), rows("c", "d", weight=0.25, width=2) | {"only_here": torch.zeros(2, 2)}])
-    assert made.tensors["responses"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 0], [2, 3, 0]]
-    assert made.tensors["input_ids"] is made.tensors["responses"] and "only_here" not in made.tensors
-    assert made.tensors["loss_weights"][:, 0].tolist() == [5.0, 5.0, 2.5, 2.5], "of ten tokens"
-    assert made.labels == {"sequence_id": ["a", "b", "c", "d"]}
-
-
 def test_a_name_that_comes_twice_is_a_prompt_s_and_no_name_is_none():
     made = view_of([rows("a", "b"), rows("a", "c") | {"advantages": torch.zeros(2, 3)}])
     assert made.labels["uid"] == ["a", "b", "a", "c"]
