@@ -57,7 +57,7 @@ _ENDINGS = re.compile(
     re.IGNORECASE,
 )
 _SETTINGS = re.compile(
-    r"^events\.jsonl$|^requirements.*\.txt$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
+    r"^events\.jsonl$|^requirements.*\.txt$|^task\.json$|(?:config|args|tokenizer|vocab|tokens|metadata|index|summary)[^/]*\.json$"
 )
 """Files that are often found among logs and are not logs."""
 _LAST_NUMBER = re.compile(rf"{NUMBER}\s*$", re.IGNORECASE)

@@ -30,6 +30,8 @@ HEADED_GLOBALLY = re.compile(
     r"\bglobal[_ ](?:steps?|iter(?:ation)?s?|updates?)\b\s*[:=#]?\s*(\d{1,15})(?!\d)()", re.IGNORECASE
 )
 EPOCH = re.compile(r"\bep(?:och)?\b\W{0,3}?\s*(\d{1,9})", re.IGNORECASE)
+_UPDATES = re.compile(r"\bupdates (\d{1,12})/\d+ episodes")
+"""MAPPO's headline."""
 NOT_TRAINING = re.compile(r"\b(?:eval(?:uation)?|val(?:id(?:ation)?)?|test|best)\b", re.IGNORECASE)
 _CELL = re.compile(rf"[•│]\s*([A-Za-z][\w ()/.@-]*?)\s*[:│=]\s*({NUMBER})(?![\w.])", re.IGNORECASE)
 _HEADLINE = re.compile(
@@ -483,7 +485,7 @@ class Headed(Grammar):
 
     def _begin_by_more(self, line: str) -> bool:
         """Take a line that says a step among other words for a headline, unless there are better ones."""
-        head = None if self.is_by_step else HEADED_BY_STEP.search(line)
+        head = None if self.is_by_step else HEADED_BY_STEP.search(line) or _UPDATES.search(line)
         if head and head[1].isdecimal() and not wanted(pairs(line)) and not NOT_TRAINING.search(line):
             self._begin(int(head[1]), "", line)
         return False

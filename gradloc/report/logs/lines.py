@@ -97,8 +97,8 @@ _MOST_SHAPES, _LONGEST_SHAPE = 10_000, 500
 """The shapes of lines that no grammar wanted, all but digits: how many are known, and of how many characters."""
 _LONGEST_LINE = 200_000
 """Characters of a line beyond which it is read as JSON or not at all."""
-_NUMBER, _FEWEST = re.compile(NUMBER, re.IGNORECASE), 8
-"""A number, and how many a text of nothing else has at least."""
+_NUMBER, _FEWEST = re.compile(rf"(?:(?:epoch|step|iter(?:ation)?)\W{{0,2}}\d+[\s,:;=]+)?({NUMBER})", re.IGNORECASE), 8
+"""A number, which may have its place before it, and how many a text of nothing else has at least."""
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
 
@@ -140,9 +140,10 @@ def _bare(lines: Iterable[str]) -> list[float]:
     """Return the numbers of a text that is nothing else, one on each line; empty where few have decimals."""
     values, num_decimals = [], 0
     for line in lines:
-        if _NUMBER.fullmatch(line.strip()) is None:
+        found = _NUMBER.fullmatch(line.strip())
+        if found is None:
             return []
-        values.append(as_float(line))
+        values.append(as_float(found[1]))
         num_decimals += "." in line
     return values if 2 * num_decimals > len(values) >= _FEWEST else []
 

@@ -21,7 +21,7 @@ its own."""
 
 ALIASES = {
     "actor/entropy": "entropy entropy_loss mean_entropy_loss entropy_mean mean_entropy policy_entropy "
-    "approx_entropy entropy_avg",
+    "approx_entropy entropy_avg h h_pi",
     "actor/kl_loss": "kl kl_loss kl_mean kl_div mean_kl reference_kl",
     "actor/ppo_kl": "ppo_kl approx_kl approxkl_avg policy_approxkl_avg",
     "actor/pg_loss": "pg_loss policy_loss act_loss loss_policy_avg actor_loss loss lm_loss training_loss train_loss "
@@ -51,7 +51,7 @@ LOSS = "actor/pg_loss"
 _SECOND = {"ppl", "perplexity", "mse"}
 """Names of what is trained for, next to which a loss may be logged."""
 _LOSS = re.compile(
-    r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|trl|(?:info_?)?nce|bce|ce|mse|mae|rmse|l1|smooth_?l1)(?:_|$)|^l_(?!r)[a-z]"
+    r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|trl|(?:info_?)?nce|bce|ce|mse|mae|rmse|l1|smooth_?l1|huber|hinge|triplet|bpr)(?:_|$)|^l_(?!r)[a-z]"
     r"|^[dg]_(?:a|b|gan|l1|real|fake)$|^(?:cycle|idt)_[ab]$"  # pix2pix' and CycleGAN's
 )
 _NO_LOSS = re.compile(
@@ -322,7 +322,9 @@ def canonical(counts: Mapping[str, int]) -> dict[str, str]:
 
     own: dict[str, str] = {}
     # "raw" is before a group's mean is taken off; a perplexity may be infinite where the loss is not
-    order = {name: (is_rare(name), "raw" not in name, _plain(name) in _SECOND, len(name)) for name in counts}
+    order = {
+        name: (is_rare(name), "raw" not in name, _plain(name) in _SECOND, "ret" in name, len(name)) for name in counts
+    }
     for name in sorted(counts, key=order.__getitem__):
         known = REWARD if is_reward(name) else _KNOWN.get(_plain(name))
         if known is not None and known not in counts and not re.match("eval|val(?!ue)|test", name):
@@ -386,12 +388,12 @@ _ADDED |= {*"recon mmd aux commit style perceptual adv disc smooth tv".split()}
 def is_reward(name: str) -> bool:
     """Return whether a metric is the mean reward.
 
-    >>> [is_reward(name) for name in ("Total rewards mean", "ep_return", "reward_std", "reward/format", "return")]
+    >>> [is_reward(name) for name in ("Total rewards mean", "return", "reward_std", "reward/format", "returns/mean")]
     [True, True, False, False, False]
     """
     words = _plain(name).split("_")
     rest = {word for word in words if word not in _REWARD_WORDS and not word.isdecimal()}  # mean 100 episode reward
-    is_return = bool({"return", "ret"} & rest and {"ep", "episode", "episodic"} & rest)
+    is_return = bool({"return", "ret"} & rest)
     return sum(word in _REWARD_WORDS for word in words) + is_return == 1 and rest - {"return", "ret"} <= _OF_REWARD
 
 

@@ -71,7 +71,7 @@ def effects_of(worst: Explosion, since: int | None = None) -> tuple[str, bool | 
         when = "of this growth" if is_growth else "after it"
         effects = f"{' and '.join(steady)} held in the {plural(num_steps, 'step')} {when}"
         before, after = _levels(loss_of(metrics)[1], since, num_steps)
-        if after > 1.1 * before > 0:
+        if after - before > abs(before) / 10 > 0:
             hurt = None
             effects = f"the loss was {number(before, 2)} before it, and {number(after, 2)} in the "
             effects += f"{plural(num_steps, 'step')} {when} (medians)"
@@ -104,7 +104,9 @@ def _change(
     scatter = 4 * median(abs(value - usual) for value in before)
     low, high = min(value for _, value in near), max(value for _, value in near)
     lowest = -math.inf if fall is None or upper == 0 else upper - max(scatter, (1 - fall) * abs(upper))
-    highest = math.inf if rise is None or lower <= 0 else max(rise * lower, lower + scatter)
+    highest = math.inf if rise is None or lower == 0 else lower + max((rise - 1) * abs(lower), scatter)
+    if lower < 0:  # a loss around 0 has no size that it is a multiple of
+        highest += scatter
     if low < lowest:
         verb, reached, was = "fell", low, upper
     elif high > highest:

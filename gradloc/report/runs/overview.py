@@ -22,6 +22,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
 _SIGNALS = (SCORES, ENTROPY, (*REFERENCE_KL, "actor/ppo_kl"))
 _EVALUATED = re.compile(r"(?<![a-z])(?:eval|val|valid|validation|test|acc|accuracy)(?![a-z])")
+_SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
 _BOOKKEEPING = re.compile(rf"{NO_METRIC.pattern}|epoch|step|iter|batch|v?_?num|samples|weight|scale", re.IGNORECASE)
 
 
@@ -93,7 +94,10 @@ def overview(metrics: Metrics) -> list[Course]:
     wanted += [name for name in own if is_training_loss(name)]
     others = [name for name in own if not _BOOKKEEPING.search(name)]
     wanted += [name for name in others if _EVALUATED.search(name.lower())]
-    return _courses(metrics, wanted) or _courses(metrics, (name for name in others if len({*metrics.get(name)}) > 2))
+    if not any(first[1:]):  # the loop has names of its own
+        wanted += [name for name in others if len({*metrics.get(name)}) > 2]
+    wanted += [name for name in own if _SCALE.search(name) and len({*metrics.get(name)}) > 2]
+    return _courses(metrics, wanted)
 
 
 def _courses(metrics: Metrics, names: Iterable[str]) -> list[Course]:

@@ -167,16 +167,18 @@ def interval(metrics: Metrics) -> int:
 def findings(run: LoggedRun) -> list[Sign]:
     """Find what is wrong with a run apart from single norms, the surest first."""
     metrics = run.metrics
+    zeros = _zeroed(run) or _zeroed_for_a_while(metrics)
     found = [
         *_not_finite(run),
         *_overwritten_nan(run),
         _reported(run),
         _skipped(run),
-        _zeroed(run),
+        zeros,
         _vanished(metrics) or _norm_vanished(metrics),
         _height(metrics),
     ]
-    found += [_scale_fell(run), _lasting(metrics) or _jumped(metrics) or _blown_up(metrics), _overfitted(metrics)]
+    change = None if zeros else _lasting(metrics) or _jumped(metrics) or _blown_up(metrics)
+    found += [_scale_fell(run), change, _overfitted(metrics)]
     return [finding for finding in found if finding is not None and finding.kind]
 
 
@@ -389,6 +391,20 @@ def _zeroed(run: LoggedRun) -> Sign | None:
     return Sign("vanish", sentence, "", step, last + 1)
 
 
+def _zeroed_for_a_while(metrics: Metrics) -> Sign | None:
+    """Find rows in which a supervised loss is exactly 0, far from all others, as some loggers write a NaN."""
+    name, logged = loss_of(metrics)
+    zeros = [step for step, value in logged if value == 0]
+    others = [value for _, value in logged if value != 0]
+    if len(zeros) < 3 or len(others) < NEAR or min(others) < median(others) / 20 or not is_supervised(metrics):
+        return None
+    if not any(value for step, value in logged if step < zeros[0]):
+        return None
+    sentence = f"{name} is exactly 0 {_at(zeros)}, of {plural(len(logged), 'row')}, and never below "
+    sentence += f"{number(min(others), 3)} elsewhere: some loggers write 0 for a NaN, as ClearML and a Trainer do."
+    return Sign("unfinite", sentence, "", zeros[0])
+
+
 def _vanished(metrics: Metrics) -> Sign | None:
     name, _ = loss_of(metrics)
     known = metrics.known(name)[:_SOON]
@@ -598,12 +614,28 @@ def _jumped(metrics: Metrics) -> Sign | None:
     at = max(range(begin, len(values) if back is None else back), key=values.__getitem__)
     step, times = known[at][0], f"{number(values[at] / was, 2)} times the" if was else "from"
     sentence = f"{own} jumped to {number(values[at], 3)} at step {step}, {times} {number(was, 3)} before it, and {end}."
+    again = _again(values, at, back)
+    if again is not None:
+        sentence += (
+            f" It fell to {number(min(values[at:again]), 3)} and jumped again, to {number(values[again], 3)} at "
+        )
+        sentence += f"step {known[again][0]}."
     if back is None:
         sentence += f" It began at step {known[begin][0]}." if begin < at else ""
         return Sign("loss", sentence, "", step, known[begin - 1][0] + 1)
     norm = "" if metrics.norm else " Log the gradient norm: it shows a jump like this at the step that causes it."
     advice = f"No need to resume.{norm}"
     return Sign("loss", sentence, advice, step)
+
+
+def _again(values: Sequence[float], at: int, back: int | None) -> int | None:
+    """Return the place of a second jump before a loss is back, to over three times what it had come down to."""
+    low, found = values[at], None
+    for place in range(at + 1, len(values) if back is None else back):
+        low = min(low, values[place])
+        if values[place] > 3 * low > 0 and (found is None or values[place] > values[found]):
+            found = place
+    return found
 
 
 def _blown_up(metrics: Metrics) -> Sign | None:
