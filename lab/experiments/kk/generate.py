@@ -11,7 +11,6 @@ of N people. No puzzle is in two files, and each has exactly one solution.
 import argparse
 import random
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from lab.experiments.cpu import material
@@ -46,17 +45,15 @@ def main(argv=None) -> int:
     if not args.check and (not args.people or args.out is None or args.train < 1 or args.test < 0):
         options.error("--people and --out are needed, or --check FILE; --train is at least 1, --test at least 0.")
     try:
-        if find_spec("pyarrow") is None:
-            raise ExperimentError(
-                f"{sys.executable} lacks pyarrow: install it, or use the demo's .gradloc/venv/bin/python."
-            )
         return check(args.check) if args.check else generate(args)
     except ExperimentError as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return error.exit_code
+        said = str(error)
+    except ImportError as error:
+        said = f"{sys.executable}: {error}: install it, or use the demo's .gradloc/venv/bin/python."
     except OSError as error:
-        print(f"generate: {error}: name a folder that can be written to.", file=sys.stderr)
-        return 1
+        said = f"{error}: name a folder that can be written to."
+    print(f"generate: {said}", file=sys.stderr)
+    return 1
 
 
 def generate(args) -> int:
