@@ -12,10 +12,6 @@ from tests.health.histories import TROUBLES, healthy, named, run, with_trouble
 EMPTY = (None, float("nan"), float("inf"), "text", True, [1.0], {"a": 1})
 
 
-def test_a_step_with_nothing_to_judge_has_no_state():
-    assert run([{"val-core/x/acc": 0.5, "perf/throughput": 3.0}, {}]) == [None, None]
-
-
 @pytest.mark.parametrize("value", EMPTY, ids=repr)
 def test_a_value_that_is_no_number_is_no_fault_but_the_non_finite_rules(value):
     for name in healthy(1):

@@ -54,22 +54,6 @@ def test_a_measure_is_what_it_is_called_once_it_has_enough_values(name, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_jump_is_a_multiple_of_the_median_of_what_was_not_flagged(seed):
-    measure, history = measures.Jump(10, 50, 5.0), []
-    for index, value in enumerate(values(seed)):
-        value = value * 40 if index % 37 == 36 else value
-        found = measure.observe(value)
-        if found is not None:
-            assert found.found == pytest.approx(value / median(history[-50:]), rel=0.1)
-            assert index % 37 == 36
-        else:
-            assert index % 37 != 36 or len(history) < 10
-        measure.learn(value, found is not None)
-        if found is None:
-            history.append(value)
-
-
-@pytest.mark.parametrize("seed", range(3))
 def test_a_fall_is_the_distance_of_the_mean_from_its_best(seed):
     measure, history, means = measures.Fall(10, 5, 100), [], []
     draw = random.Random(seed)

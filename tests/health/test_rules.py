@@ -7,7 +7,7 @@ import pytest
 
 from gradloc.explain.advice import actions_of
 from gradloc.health.rules import ADVICE
-from gradloc.report.runs.health import STATES, HealthConfig, Judge
+from gradloc.report.runs.health import STATES, HealthConfig
 from tests.health.histories import CALM, TROUBLES, healthy, named, run, with_trouble
 
 
@@ -128,9 +128,3 @@ def test_a_reward_that_never_was_is_no_fall_but_equal_rewards():
     still = {"critic/score/mean": 0.0, "critic/score/max": 0.0, "rollout/zero_variance_share": 1.0}
     rows = [{**healthy(step), **still} for step in range(1, 40)]
     assert named(run(rows)[-1]) == {"zero_variance": "danger"}
-
-
-def test_rules_whose_metrics_came_are_known():
-    judge = Judge(HealthConfig())
-    judge.observe(1, {"actor/ppo_kl": 0.0, "actor/entropy": 0.1})
-    assert set(judge.heard) == {"policy_kl", "entropy_fall", "entropy_rise", "non_finite"}

@@ -17,48 +17,6 @@ from tests.report.events import event, searched
 
 pytestmark = pytest.mark.browser
 
-CONTRAST = """
-const channels = (text) => text.match(/[\\d.]+/g).map(Number);
-const light = ([r, g, b]) => {
-  const part = (v) => ((v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
-};
-const behind = (element) => {
-  const layers = [];
-  for (let at = element; at; at = at.parentElement) {
-    const [r, g, b, a = 1] = channels(getComputedStyle(at).backgroundColor);
-    layers.unshift([r, g, b, a]);
-  }
-  const mix = (under, [r, g, b, a]) => [r, g, b].map((v, i) => v * a + under[i] * (1 - a));
-  return layers.reduce(mix, [255, 255, 255]);
-};
-const worst = [];
-const texts = "p, dt, dd, th, td, span, summary, code, button, legend, h1, h2, h3, h4, li, b, small, mark, kbd";
-for (const element of document.querySelectorAll(texts)) {
-  if (!element.textContent.trim() || !element.checkVisibility()) continue;
-  const [one, two] = [light(channels(getComputedStyle(element).color)), light(behind(element))];
-  const ratio = (Math.max(one, two) + 0.05) / (Math.min(one, two) + 0.05);
-  const what = element.textContent.slice(0, 20);
-  if (ratio < 4.5) worst.push(`${element.className} ${what} ${ratio.toFixed(2)}`);
-}
-return worst;
-"""
-
-
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_every_text_has_the_contrast_that_wcag_asks_for(driver, demo_page, hostile_page, log_page, is_dark):
-    for path in (demo_page, hostile_page, log_page):
-        shots.show(driver, path, 1280, 900, is_dark)
-        assert driver.execute_script(CONTRAST) == []
-
-
-def test_every_control_can_be_reached_and_named(driver, demo_page, long_run_page, log_page):
-    for path in (demo_page, long_run_page, log_page):
-        open_page(driver, path)
-        for control in find(driver, "button, a, summary, input, [tabindex]"):
-            if control.is_displayed():
-                assert control.accessible_name or control.text, control.get_attribute("outerHTML")
-
 
 @pytest.mark.parametrize("name", ["demo_page", "hostile_page", "long_run_page", "log_page", "mismatch_page"])
 @pytest.mark.parametrize("width", [1280, 390, 320])
@@ -85,7 +43,6 @@ def test_what_why_whether_it_hurt_and_what_now_are_on_the_first_screen(driver, d
         num_parts, bottom = driver.execute_script(BOTTOM)
         assert num_parts == 5 and bottom <= 900, path
         shots.show(driver, path, 400, 850, is_dark=True)
-        assert driver.execute_script(CONTRAST) == [], path
         assert driver.execute_script("return document.documentElement.scrollWidth") <= 400, path
 
 

@@ -6,7 +6,6 @@ import hashlib
 import html
 import json
 import re
-import time
 import zlib
 from pathlib import Path
 
@@ -186,18 +185,6 @@ def test_hostile_text_of_a_row_and_of_a_compressed_event_stays_text(tmp_path):
         assert document.tokens == VISIBLE and {tag for tag, _ in document.elements} <= ALLOWED
         names = {name for _, attributes in document.elements for name in attributes}
         assert not {name for name in names if name.startswith("on") or name in ("style", "src")}
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_two_thousand_events_take_few_seconds_and_megabytes(tmp_path):
-    culprits = [make_culprit(3 + 5 * index, token=f" token{index}") for index in range(8)]
-    plain = make_event(1, culprits, folder=None)
-    events = [plain | {"event_id": f"event{at:04d}", "step": plain["step"] | {"global_step": at}} for at in range(2000)]
-    folder = write_run(tmp_path, events, metrics=make_metrics(2000))
-    start = time.process_time()
-    text = render(folder)
-    assert time.process_time() - start < 20 and len(text.encode()) < 8_000_000
 
 
 def test_events_that_are_not_finite_are_drawn(tmp_path):
