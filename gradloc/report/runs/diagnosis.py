@@ -193,7 +193,7 @@ def _course(run: LoggedRun) -> str:
     level = median(value for _, value in values[-max(len(values) // 20, 5) :])
     if len(values) >= 40 and abs(level - end) > abs(level) / 10:  # the last one is far off its neighbours
         went += f" ({number(level, 3)} in the median of the last ones)"
-    if run.metrics.first(SCORES):
+    if not loss_of(run.metrics)[1] and run.metrics.first(SCORES):
         return went + (past_its_best([(step, -value) for step, value in values], "highest") or ".")
     if not loss_of(run.metrics)[1]:  # whether it should rise or fall is not known
         return f"{went}."
@@ -214,10 +214,12 @@ def _gan_losses(run: LoggedRun, name: str) -> str:
 def _main_series(run: LoggedRun) -> tuple[str, list[tuple[int, float]]]:
     """Return the name and values of a run's reward, else of its loss, else of any metric."""
     metrics = run.metrics
-    reward = metrics.first(SCORES)
-    if not reward and not loss_of(metrics)[1] and not metrics.norm and (courses := overview(metrics)):
-        return courses[0].name, courses[0].known
-    return (metrics.own(reward), metrics.known(reward)) if reward else loss_of(metrics)
+    if (loss := loss_of(metrics))[1]:
+        return loss
+    if reward := metrics.first(SCORES):
+        return metrics.own(reward), metrics.known(reward)
+    others = [] if metrics.norm else overview(metrics)
+    return (others[0].name, others[0].known) if others else loss
 
 
 def _odd_of_few(name: str, losses: Sequence[tuple[int, float]]) -> str:

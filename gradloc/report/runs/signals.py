@@ -92,11 +92,13 @@ def trainer_class(metrics: Metrics) -> str:
 
 
 def loss_of(metrics: Metrics) -> tuple[str, list[tuple[int, float]]]:
-    """Return the loss's own name and values; empty where there is none, or where the run has a reward."""
-    if any(metrics.finite(name) for name in SCORES):
-        return "", []
+    """Return the loss's own name and values; empty where there is none, or where the run has a reward.
+
+    A reward that few rows have is an evaluation's.
+    """
     name = metrics.first(LOSSES)
-    return metrics.own(name), metrics.logged(name)
+    logged, num_rewards = metrics.logged(name), max(len(metrics.finite(score)) for score in SCORES)
+    return ("", []) if num_rewards and 4 * num_rewards >= len(logged) else (metrics.own(name), logged)
 
 
 def is_loss_judged(metrics: Metrics) -> bool:
@@ -396,7 +398,10 @@ def _zeroed_for_a_while(metrics: Metrics) -> Sign | None:
     name, logged = loss_of(metrics)
     zeros = [step for step, value in logged if value == 0]
     others = [value for _, value in logged if value != 0]
-    if len(zeros) < 3 or len(others) < NEAR or min(others) < median(others) / 20 or not is_supervised(metrics):
+    if len(zeros) < 3 or len(others) < NEAR or is_adversarial(metrics) or not is_supervised(metrics):
+        return None
+    rounded = max(len(repr(value).partition(".")[2]) for value in others)
+    if min(others) < max(median(others) / 20, 20 * 10.0**-rounded):  # small losses are rounded to 0
         return None
     if not any(value for step, value in logged if step < zeros[0]):
         return None
