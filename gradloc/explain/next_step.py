@@ -199,7 +199,12 @@ def _with_cure(found: NextStep | None, evidence: Evidence, has_own_words: bool =
     if cured is None:
         return found
     lines, why, check = {"": cured.line}, "", "No further event has this cause."
-    if found is not None:
+    if not event.culprits:
+        why, check = (
+            "No few tokens make this spike; a setting for all of them heals it.",
+            "The norm stays below the threshold.",
+        )
+    elif found is not None:
         why, check = f"{found.why} {found.do}" if has_own_words else found.why, found.check
     stopgap = [*_lines("mask", evidence).values()] if event.certificate.verdict == "explained" else []
     meanwhile = {f"As a stopgap, {uncapitalized(ACTIONS['mask'].do)}": line for line in stopgap[:1]}

@@ -62,9 +62,9 @@ class Brief:
         if not parts:
             return None
         if metrics.get("gradloc/events"):
-            parts.append("SPIKE: localized")
+            parts.append("SPIKE: searched")
         elif metrics.get("gradloc/spikes"):
-            parts.append("SPIKE: not localized")
+            parts.append("SPIKE: not searched")
         if "timing_s/step" in metrics:
             self.seconds.append(metrics["timing_s/step"])
             left = self.num_steps - step

@@ -31,8 +31,8 @@ def test_a_value_that_is_no_number_does_no_harm(value):
 def test_a_brief_run_shows_steps_and_milestones_only():
     brief = launch.Brief()
     assert brief.line(STEP) == "step  3  grad norm 118  score 0.606  seconds 0.9"
-    assert brief.line(STEP + " - gradloc/events:1").endswith("SPIKE: localized")
-    assert brief.line(STEP + " - gradloc/spikes:1 - gradloc/events:0").endswith("not localized")
+    assert brief.line(STEP + " - gradloc/events:1").endswith("SPIKE: searched")
+    assert brief.line(STEP + " - gradloc/spikes:1 - gradloc/events:0").endswith("not searched")
     assert brief.line("(raylet) Started a local Ray instance.") == "Ray has started"
     assert brief.line("some warning") is brief.line("step:2 - gradloc/verdict:one token") is None
 
