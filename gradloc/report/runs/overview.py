@@ -22,7 +22,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
 _SIGNALS = (SCORES, ENTROPY, (*REFERENCE_KL, "actor/ppo_kl"))
 _EVALUATED = re.compile(r"(?<![a-z])(?:eval|val|valid|validation|test|acc|accuracy)(?![a-z])")
-_SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
+LOSS_SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
+"""In the name of the loss scale of fp16."""
 _BOOKKEEPING = re.compile(rf"{NO_METRIC.pattern}|epoch|step|iter|batch|v?_?num|samples|weight|scale", re.IGNORECASE)
 
 
@@ -96,7 +97,7 @@ def overview(metrics: Metrics) -> list[Course]:
     wanted += [name for name in others if _EVALUATED.search(name.lower())]
     if not any(first[1:]):  # the loop has names of its own
         wanted += [name for name in others if len({*metrics.get(name)}) > 2]
-    wanted += [name for name in own if _SCALE.search(name) and len({*metrics.get(name)}) > 2]
+    wanted += [name for name in own if LOSS_SCALE.search(name) and len({*metrics.get(name)}) > 2]
     return _courses(metrics, wanted)
 
 

@@ -22,6 +22,7 @@ from ..logs.segments import LoggedRun
 from .course import best_level
 from .health import LOSSES, ranges
 from .levels import NEAR, Rise, peak, rises, scaled
+from .overview import LOSS_SCALE
 
 
 class Effect(NamedTuple):
@@ -572,7 +573,7 @@ _EVALUATIONS, _WORSE = 5, 1.15
 def _scale_fell(run: LoggedRun) -> Sign | None:
     """Find that a loss scale fell far within a few rows, where no line says that steps were skipped."""
     metrics = run.metrics
-    name = next((name for name in metrics.own_names if _SCALE.search(name)), "")
+    name = next((name for name in metrics.own_names if LOSS_SCALE.search(name)), "")
     known = metrics.known(name)
     for at in range(_SETTLED + 1, len(known) if not run.skips else 0):
         since, high = max(known[max(at - 5 * NEAR, _SETTLED) : at], key=lambda row: (row[1], row[0]))
@@ -584,7 +585,6 @@ def _scale_fell(run: LoggedRun) -> Sign | None:
     return None
 
 
-_SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
 _SETTLED, _FAR_DOWN = 20, 64.0
 """Rows in which a scaler looks for its scale, and the fall that says that it lost it."""
 
