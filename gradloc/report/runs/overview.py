@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -43,11 +44,11 @@ class Course:
 
     def facts(self) -> dict[str, Any]:
         """Return its number of rows, first, lowest, highest and last value, with the extremes' steps."""
-        known = [(value, step) for step, value in self.known]
+        known = self.known
         made: dict[str, Any] = {"name": self.name, "rows": len(self.values)}
         made |= {"not_finite": len(self.values) - len(known), "first": self.values[0][1]}
         for name, pick in (("lowest", min), ("highest", max)):
-            made[name], made[f"{name}_at"] = pick(known, default=(None, None))
+            made[f"{name}_at"], made[name] = pick(known, key=itemgetter(1), default=(None, None))
         return made | {"last": self.values[-1][1]}
 
     @property
@@ -86,13 +87,13 @@ class Course:
 def overview(metrics: Metrics) -> list[Course]:
     """Return the courses of a run's gradient norm, reward, entropy, KL, losses and accuracy, in this order.
 
-    At most :data:`MOST` that have two values or more; a signal that is always 0 is left out. Where a run has none of
-    these, any metrics are returned.
+    At most :data:`MOST` that have two values or more; one that is always 0 is left out, unless it is the main loss.
+    Where a run has none of these, any metrics are returned.
     """
     own = metrics.own_names
     first = [metrics.norm or "", *(_first_used(metrics, names) for names in _SIGNALS), metrics.first(LOSSES)]
     wanted = [metrics.own(name) for name in first]
-    wanted += [name for name in own if is_training_loss(name)]
+    wanted += [name for name in own if is_training_loss(name) and any(metrics.get(name))]
     others = [name for name in own if not _BOOKKEEPING.search(name)]
     wanted += [name for name in others if _EVALUATED.search(name.lower())]
     if not any(first[1:]):  # the loop has names of its own
