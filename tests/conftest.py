@@ -196,3 +196,31 @@ def compose(single: World) -> Callable[..., list[Any]]:
 def dump_dir(tmp_path: Path) -> str:
     """Where a run's events go: absent yet."""
     return str(tmp_path / "gradloc")
+
+
+@pytest.fixture
+def shown(capsys, monkeypatch):
+    """What a command prints."""
+    from gradloc.report.cli import main
+
+    def show(*words, columns=300, code=0):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main([str(word) for word in words]) == code
+        return capsys.readouterr().out
+
+    return show
+
+
+@pytest.fixture
+def refused(capsys):
+    """The one line in which a command is refused."""
+    from gradloc.report.cli import main
+
+    def refuse(*words):
+        capsys.readouterr()  # what came before
+        assert main([str(word) for word in words]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("gradloc: ") and said.err.count("\n") == 1 and said.out == ""
+        return said.err
+
+    return refuse

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from gradloc.forecast import MODELS
-from gradloc.report.cli import main
 from gradloc.report.shell import overrides_in
 from gradloc.search.limit import Limit
 from tests.adapters.test_requirements import refusals
@@ -77,15 +76,14 @@ REFUSED = dict(list(refusals("0.7", "all").items())[::6]) | {
 
 @pytest.mark.full
 @pytest.mark.parametrize("overrides", REFUSED)
-def test_what_the_trainer_refuses_at_start_is_refused_in_the_same_words(verl, capsys, overrides):
+def test_what_the_trainer_refuses_at_start_is_refused_in_the_same_words(verl, shown, overrides):
     if "gradloc.critic" in overrides:
         pytest.importorskip("verl.trainer.ppo.utils")
-    assert main(["check", *ON, *overrides.split(), "--model", "7B"]) == 1
-    told = lines(capsys.readouterr().out)
+    told = lines(shown("check", *ON, *overrides.split(), "--model", "7B", code=1))
     assert list(told) == ["refused"] and re.search(REFUSED[overrides], told["refused"])
 
 
-def test_a_run_of_trl_is_told_and_refused_as_its_trainer_would(trl, shown, capsys):
+def test_a_run_of_trl_is_told_and_refused_as_its_trainer_would(trl, shown):
     told = lines(shown("check", trl(gradloc="mask"), "per_device_train_batch_size=2", "--gpus", "8", "--model", "0.5B"))
     assert told["model"].startswith("0.5B: 0.5B weights on 8 GPUs, one replica over 1; 8 micro-batches of 1,536 tokens")
     assert told["on a spike"].startswith("action mask") and told["events"].startswith("/runs/x/gradloc on the driver")
@@ -98,8 +96,7 @@ def test_a_run_of_trl_is_told_and_refused_as_its_trainer_would(trl, shown, capsy
         ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, "fsdp_version must be 2"),
         ({"gradloc": {"trigger": {"tua": 1}}}, "unknown setting gradloc.trigger.tua: did you mean gradloc.trigger.tau"),
     ):
-        assert main(["check", str(trl(**wrong)), "--gpus", "2"]) == 1
-        assert lines(capsys.readouterr().out)["refused"].startswith(said)
+        assert lines(shown("check", trl(**wrong), "--gpus", "2", code=1))["refused"].startswith(said)
 
 
 def test_a_model_is_read_where_it_lies_or_said_not_to_be_known(trl, shown, tmp_path):
@@ -167,11 +164,11 @@ def test_a_size_of_0_is_refused_with_a_sentence(verl, refused, wrong):
 
 
 @pytest.mark.full
-def test_a_config_of_another_ending_is_itself_read_and_not_one_beside_it(verl, tmp_path, shown, capsys):
+def test_a_config_of_another_ending_is_itself_read_and_not_one_beside_it(verl, tmp_path, shown):
     (tmp_path / "run.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
     wrong = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {strategy: zzz, spike_detection: true}}\n"
     (tmp_path / "run.yml").write_text(wrong)
-    assert main(["check", str(tmp_path / "run.yml")]) == 1 and "zzz" in capsys.readouterr().out
+    assert "zzz" in shown("check", tmp_path / "run.yml", code=1)
 
 
 SCRIPT = """#!/usr/bin/env bash

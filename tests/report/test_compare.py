@@ -137,22 +137,17 @@ def test_the_setting_that_heals_most_events_comes_first():
     assert tally(events) == [("dual=1", 2, 0), ("clip=1", 1, 2), ("kl=1", 0, 0)]
 
 
-def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, capsys):
+def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, shown):
     write_run(tmp_path, [make_event(cures=[])])
-    assert main(["cure", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(shown("cure", tmp_path).split())
     assert "No setting was tested for 1 event of this run: running the step again cannot test" in said
-    assert main(["cure", str(tmp_path), "--json"]) == 0 and json.loads(capsys.readouterr().out)["measured"] == 0
+    assert json.loads(shown("cure", tmp_path, "--json"))["measured"] == 0
 
 
 @pytest.mark.parametrize(
     ("first", "second", "says"),
     [
-        (
-            "ms-swift-nan.log",
-            "hf-trainer.log",
-            "step 2: actor/grad_norm is NaN in ms-swift-nan.log and 2.3",
-        ),
+        ("ms-swift-nan.log", "hf-trainer.log", "step 2: actor/grad_norm is NaN in ms-swift-nan.log and 2.3"),
         (
             "hf-trainer.log",
             "windows-nan.log",
@@ -161,16 +156,14 @@ def test_a_run_that_no_setting_would_have_changed_says_so(tmp_path, capsys):
         ("hf-trainer.log", "three-steps.log", "3 common steps are too few to say more."),
     ],
 )
-def test_a_value_that_is_not_finite_is_no_scatter(first, second, says, capsys):
+def test_a_value_that_is_not_finite_is_no_scatter(first, second, says, shown):
     folder = REPO / "tests" / "data" / "pieces"
-    main(["compare", str(folder / first), str(folder / second)])
-    assert says in " ".join(capsys.readouterr().out.split())
+    assert says in " ".join(shown("compare", folder / first, folder / second).split())
 
 
-def test_a_loop_s_cures_are_not_measured_for_a_reason_of_its_own(tmp_path, capsys):
+def test_a_loop_s_cures_are_not_measured_for_a_reason_of_its_own(tmp_path, shown):
     write_run(tmp_path, [make_event(cures=None) | {"run": {"trainer": "loop"}}])
-    main(["cure", str(tmp_path)])
-    assert "gradloc.Watch does not know how a loop makes its loss" in " ".join(capsys.readouterr().out.split())
+    assert "gradloc.Watch does not know how a loop makes its loss" in " ".join(shown("cure", tmp_path).split())
 
 
 def test_last_rows_that_are_empty_are_said(tmp_path, capsys):

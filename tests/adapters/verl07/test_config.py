@@ -146,6 +146,21 @@ def test_enable_false_switches_off_all_that_is_under_gradloc(settings):
     assert [answer["clip_limit"] for answer in answers] == [None, 1.0]
 
 
+def test_off_may_be_written_as_yaml_reads_it_and_then_nothing_is_refused(compose):
+    off = [f"{ACTOR}.{STABILIZE}.{key}=off" for key in ("token_clip.mode", "seq_clip.mode", "layer_clip.rule")]
+    (answer,) = compose([*off, f"{ACTOR}.{STABILIZE}.layer_clip.group=kind", f"{ACTOR}.strategy=fsdp"])
+    assert answer["ok"]["stabilize"]["layer_clip"]["rule"] == "off"
+
+
+def test_safe_is_a_cautious_start_and_overrides_go_over_it(compose):
+    safe, changed = compose(["+gradloc=safe"], ["+gradloc=safe", f"{ACTOR}.{STABILIZE}.layer_clip.rule=adagc"])
+    stabilize = safe["ok"]["stabilize"]
+    assert safe["spike"] is True and safe["ok"]["action"]["mode"] == "observe"
+    assert (stabilize["token_clip"]["mode"], stabilize["layer_clip"]["rule"]) == ("clamp", "zscore")
+    assert (stabilize["seq_clip"]["mode"], stabilize["skip_step"]["enable"]) == ("off", False)
+    assert changed["ok"]["stabilize"]["layer_clip"]["rule"] == "adagc"
+
+
 def test_the_published_switch_says_nothing_about_the_stabilizers(settings):
     (answer,) = settings([f"{ACTOR}.spike_detection=False", f"{ACTOR}.gradloc.stabilize.skip_step.enable=true"])
     assert not answer["enable"] and answer["stabilizes"]
