@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable
 from functools import lru_cache
 from itertools import pairwise
 from sys import intern
+from typing import NamedTuple
 
 from ...record.files import parse_json
 from .names import as_step, is_norm, is_training_loss, leaves, long_columns, number, numbers, points, step_of
@@ -47,7 +48,12 @@ _HEADLINE = re.compile(
 )
 _OF_HEADLINES = ("tep", "TEP", "iter", "Iter", "ITER", "poch", "POCH", "batch=", ":[")
 """A part of each headline: a quick look before its pattern."""
-_TITLES = {"nemo": "NeMo-RL's log", "areal": "AReaL's log", "olmo": "OLMo's or Composer's log"}
+_TITLES = {
+    "nemo": "NeMo-RL's log",
+    "areal": "AReaL's log",
+    "olmo": "OLMo's or Composer's log",
+    "global step": "OpenRLHF's log",
+}
 _RAY = re.compile(r"^\([^()]*pid=[^()]*\) ?")
 _YAML = re.compile(r"( *)([\w/.@-]+):(?: +(\S+))?\s*")
 ALONE = re.compile(rf"[\s│|]*[A-Za-z][\w ()/.-]{{0,60}}\s*[:=]\s*{NUMBER}[\s│|]*", re.IGNORECASE)
@@ -247,6 +253,14 @@ _DIGITS = 8
 """Characters of a number that does not come twice by chance."""
 
 
+class _Unplaced(NamedTuple):
+    """A row that does not say its step, with what may: the counts of progress bars by their totals."""
+
+    place: int
+    above: dict[int, int]
+    below: dict[int, int]
+
+
 class Printed(Grammar):
     """``{'loss': 0.1, 'grad_norm': 0.31}``, as a Trainer, OpenRLHF (``Global step 7: {...}``) and slime print it."""
 
@@ -257,24 +271,19 @@ class Printed(Grammar):
         self.bars: dict[int, int] = {}
         """The counts of the progress bars by their totals, the last drawn one at the end."""
         self._pending: dict[str, float] = {}
-        self._unsaid: dict[str, list[int]] = defaultdict(list)
-        """The places of the rows that do not say their step."""
-        self._bars: dict[str, list[dict[int, int]]] = defaultdict(list)
-        """The bars before these rows."""
+        self._unplaced: dict[str, list[_Unplaced]] = defaultdict(list)
         self._ends: dict[str, set[int]] = defaultdict(set)
         """The places of the rows that come after a run's end."""
-        self._after: dict[str, list[dict[int, int]]] = defaultdict(list)
-        """The bars that were drawn next."""
         self._known: dict[str, set[tuple]] = defaultdict(set)
-        """What these rows hold."""
+        """What the rows that do not say their step hold."""
 
     def draw(self, count: int, total: int) -> None:
         """Takes the count of a progress bar; a ``total`` of 0 is that of lines which say a step and no more."""
         self.bars.pop(total, None)
         if len(self.bars) < 8:
             self.bars[total] = count
-        for after in self._after.values():
-            after[-1].setdefault(total, count)
+        for unplaced in self._unplaced.values():
+            unplaced[-1].below.setdefault(total, count)
 
     def take(self, line: str, process: str) -> bool:
         if line.count(": None") + line.count(": False") > 4:  # settings
@@ -294,10 +303,8 @@ class Printed(Grammar):
                 self._pending.update(values)
                 return True
             is_slime = any(name.startswith("train/") for name in values)
-            self.title = "slime's log" if is_slime else "lines of `step N: {...}`"
-            if kind == "global step":
-                self.title = "OpenRLHF's log"
-            values = {**self._pending, **values}
+            self.title = "slime's log" if is_slime else _TITLES.get(kind, "lines of `step N: {...}`")
+            values = self._pending | values
             self._pending = {}
         step = int(head[2]) if head is not None else step_of(values)
         if step is None:
@@ -307,9 +314,10 @@ class Printed(Grammar):
                     self._ends[process].add(len(rows))
                     values.pop("train_loss", None)  # the mean over the run
                 if rows:
-                    rows[-1][1].update({name: value for name, value in values.items() if name not in rows[-1][1]})
+                    rows[-1][1].update(values | rows[-1][1])
                 return bool(rows)
-            if rows and 0 in self.bars and values == rows[-1][1] and self.bars == self._bars[process][-1]:
+            unplaced = self._unplaced.get(process)
+            if unplaced and 0 in self.bars and self.bars == unplaced[-1].above and values == rows[-1][1]:
                 return True  # printed by a second handler
             whole = tuple(values.items())
             is_fine = any(len(repr(value)) > _DIGITS for name, value in values.items() if is_norm(name))
@@ -320,9 +328,7 @@ class Printed(Grammar):
             if rows and _are_one_steps(values, rows[-1][1]):
                 rows[-1][1].update(values)
                 return True
-            self._unsaid[process].append(len(rows))
-            self._bars[process].append(dict(self.bars))
-            self._after[process].append({})
+            self._unplaced[process].append(_Unplaced(len(rows), dict(self.bars), {}))
             step = rows[-1][0] if rows else 0
         return self.add(process, step, values)
 
@@ -331,11 +337,11 @@ class Printed(Grammar):
         all processes, their place. They are left out where others say a step.
         """
         drawn: dict[str, list[int]] = {}
-        for process, places in self._unsaid.items():
+        for process, unplaced in self._unplaced.items():
             rows = self.rows[process]
-            if len(places) == len(rows):
-                drawn[process] = self._by_bars(process)
-            for place in places if len(places) < len(rows) else ():
+            if len(unplaced) == len(rows):
+                drawn[process] = self._by_bars(unplaced, self._epochs(process))
+            for place, *_ in unplaced if len(unplaced) < len(rows) else ():
                 rows[place] = (rows[place][0], {})  # others are known by their places
         if not all(drawn.values()):
             self.unit = "row"
@@ -343,14 +349,13 @@ class Printed(Grammar):
         for process, steps in drawn.items():
             self.rows[process] = [(at, values) for at, (_, values) in zip(steps, self.rows[process], strict=True)]
 
-    def _by_bars(self, process: str) -> list[int]:
+    def _by_bars(self, rows: list[_Unplaced], epochs: list[float | None]) -> list[int]:
         """Return the steps of a process's rows by the bar that counts them; empty where none does.
 
         A bar is drawn again below a line, with the line's own step; the one above may be late.
         """
-        epochs = self._epochs(process)
         for total in reversed(self.bars):
-            above, below = ([known.get(total) for known in bars[process]] for bars in (self._bars, self._after))
+            above, below = [row.above.get(total) for row in rows], [row.below.get(total) for row in rows]
             if len(below) > 2 and below[-1] is None and None not in below[:-1]:
                 below[-1] = 2 * below[-2] - below[-3]  # the log ends with the line
             known, drawn = ([count for count in counts if count is not None] for counts in (above, below))

@@ -420,7 +420,7 @@ _FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
 """A line that is nothing but a frame."""
 _RULE = re.compile(r"[:\- ]*-[:\- ]*(?:\|[:\- ]*-[:\- ]*)+")
 """The line below the head of a table of Markdown that has no frame at its sides."""
-_PLURAL = re.compile(r"^(step|iteration|epoch)s$", re.IGNORECASE)
+_COUNT = re.compile(r"(?:step|iteration|epoch)s?", re.IGNORECASE)
 _LINES = 400
 """The number of lines in which a table has to begin."""
 
@@ -445,19 +445,13 @@ def read_boxes(source: Source) -> list[Recording]:
     Raises:
         ReportError: where the tables of single steps are out of order, so that a row may have slipped into another.
     """
-    found: list[tuple[int | None, dict[str, float]]] = []
-    alone: list[int] = []
-    each = [(values, _is_one_steps(box[0])) for box in _boxes(source.lines()) for values in _steps_in(box)]
-    by_names = [{_PLURAL.sub(r"\1", name): value for name, value in values.items()} for values, _ in each]
-    usual = Counter(filter(None, map(step_name, by_names))).most_common(1)
-    for by_name, (values, is_alone) in zip(by_names, each, strict=True):
-        step = as_step(by_name.get(usual[0][0])) if usual else None  # a last table may count otherwise
-        if not usual and not any(map(is_norm, values)):
-            step = as_step(next((value for name, value in by_name.items() if name.lower() == "epoch"), None))
-        found.append((step, values))
-        alone += [step] if step is not None and is_alone else []
-    num_back = sum(later < step for step, later in zip(alone, alone[1:], strict=False))
-    if num_back > len(alone) / 10:
+    each = [values for box in _boxes(source.lines()) for values in _steps_in(box)]
+    usual = Counter(filter(None, map(step_name, each))).most_common(1)
+    name = usual[0][0] if usual else "epoch"  # a last table may count otherwise
+    found = [(as_step(values.get(name)), values) for values in each if usual or not any(map(is_norm, values))]
+    steps = [step for step, _ in found if step is not None]
+    num_back = sum(later < step for step, later in pairwise(steps))
+    if num_back > len(steps) / 10:
         raise ReportError(
             f"{source.name}: the steps of its tables go back {num_back} times, so a row may have slipped into another "
             "step's table: name the file that the trainer wrote."
@@ -467,7 +461,7 @@ def read_boxes(source: Source) -> list[Recording]:
     if not made.rows and HEADED_BY_STEP.search(source.text_head):
         return []  # headlines between the tables may say it
     if not made.rows:
-        made.rows, made.unit = list(enumerate((values for _, values in found if any(map(is_norm, values))), 1)), "row"
+        made.rows, made.unit = list(enumerate((values for values in each if any(map(is_norm, values))), 1)), "row"
         made.notes.append(f"{source.name} has no column of steps, so rows are counted: row 1 is the first with a norm.")
     return [made]
 
@@ -495,7 +489,12 @@ def _boxes(lines: Iterable[str]) -> Iterator[list[list[str]]]:
 
 
 def _cells(text: str) -> list[str]:
-    return [cell.strip(" *`") for cell in re.split(f"[{_SIDES}]", text)]
+    return [_named(cell.strip(" *`")) for cell in re.split(f"[{_SIDES}]", text)]
+
+
+def _named(cell: str) -> str:
+    """Return a cell, that of a count as others call it: Epochs, Step."""
+    return cell.lower().removesuffix("s") if _COUNT.fullmatch(cell) else cell
 
 
 def _steps_in(box: list[list[str]]) -> Iterator[dict[str, float]]:
@@ -523,10 +522,9 @@ def _is_one_steps(head: list[str]) -> bool:
     return not is_head or number(head[1]) is not None
 
 
-def _has_step(cells: Iterable[str]) -> bool:
+def _has_step(cells: Sequence[str]) -> bool:
     """Return whether one of a head's cells is a step, or an epoch that each row may be."""
-    names = [_PLURAL.sub(r"\1", cell) for cell in cells]
-    return step_name(names) is not None or "epoch" in map(str.lower, names)
+    return step_name(cells) is not None or "epoch" in cells
 
 
 # ---- parquet and spreadsheets, read by the packages of ``pip install '.[logs]'``
