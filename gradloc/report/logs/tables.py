@@ -85,16 +85,17 @@ def _are_alike(lines: Sequence[str]) -> bool:
 def _is_head(lines: list[str]) -> bool:
     """Return whether the first of lines is a head, and numbers are below it."""
     delimiter = _delimiter(lines)
-    if delimiter is None or len(lines) < 2 or any(map(_PRINTED.search, lines[:5])):
+    if delimiter is None or any(map(_PRINTED.search, lines[:5])):
         return False
-    head = _head(lines[0], delimiter)
+    rows = _cells_of(lines, delimiter)
+    head = [*map(str.strip, next(rows, []))]
     if any(name and (number(name) is not None or _NAMED.search(name)) for name in head):
         return False
     has_losses = any(map(is_training_loss, head)) and any(map(_EPOCHS.fullmatch, head))
     if _step_column(head) is None and not has_losses and not _says_training(head):
         return False
-    rows = (_words(line) if delimiter == " " else line.split(delimiter) for line in lines[1:])
-    return any(abs(len(row) - len(head)) <= 1 and any(number(cell, True) is not None for cell in row) for row in rows)
+    alike = (row for row in rows if abs(len(row) - len(head)) <= 1)
+    return any(number(cell, True) is not None for row in alike for cell in row)
 
 
 def _says_training(names: Sequence[str]) -> bool:
@@ -107,46 +108,31 @@ def read_table(source: Source) -> list[Recording]:
     """Return the runs of a table; raises ReportError where no column has the step or a gradient norm."""
     lines = filter(_is_a_row, source.lines())
     begin = [*islice(lines, _SEARCHED)]
-    first, *begin = begin[_head_at(begin) or 0 :] or [""]
-    delimiter = _delimiter([first.lstrip("\ufeff"), *begin]) or ","
-    lines = chain(begin, lines)
-    rows: Iterator[list[str]] = map(_words, lines)
-    if delimiter != " ":
-        rows = _readable(csv.reader(lines, delimiter=delimiter, skipinitialspace=True))
-    return read_columns(source, _head(first.lstrip("\ufeff"), delimiter), rows, delimiter)
+    begin = begin[_head_at(begin) or 0 :]
+    delimiter = _delimiter(begin) or ","
+    rows = _cells_of(chain(begin, lines), delimiter)
+    return read_columns(source, [*map(str.strip, next(rows, []))], rows, delimiter)
 
 
 def _delimiter(lines: list[str]) -> str | None:
     """Return the delimiter that makes the most columns of the head; a blank where pandas has printed a frame."""
-    if lines and lines[0].startswith("sep="):
-        lines = lines[1:]
-    if not lines:
-        return None
-    best = max(",;\t|", key=lines[0].count)
-    if best in lines[0]:
+    head, below = [*lines, "", ""][:2]
+    best = max(",;\t|", key=head.count)
+    if best in head:
         return best
-    words = lines[0].split()
-    below = lines[1].split() if len(lines) > 1 else []
+    words, below = head.split(), below.split()
     has_step = _step_column(words) is not None or len(below) == 1 and _step_column(below) is not None
     has_pairs = any(":" in word or "=" in word for word in words)
     is_one = any(map(is_norm, words)) or long_columns(words) is not None or words[:2] == ["step", "value"]
     return " " if has_step and is_one and not has_pairs else None
 
 
-def _words(line: str) -> list[str]:
-    """Return the cells of a printed row; a date and its time are one."""
-    return _DATE_AND_TIME.sub("T", line).split()
-
-
-def _head(line: str, delimiter: str) -> list[str]:
+def _cells_of(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
+    """Yield the cells of each line; of a printed frame, a date and its time are one."""
     if delimiter == " ":
-        return line.split()
-    return [
-        name.strip() for name in next(_readable(csv.reader([line], delimiter=delimiter, skipinitialspace=True)), [])
-    ]
-
-
-def _readable(reader: Iterator[list[str]]) -> Iterator[list[str]]:
+        yield from (_DATE_AND_TIME.sub("T", line).split() for line in lines)
+        return
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
     while True:
         try:
             yield next(reader)
