@@ -211,7 +211,7 @@ def _count_by_row(recording: Recording) -> None:
     num_again = sum(before[0] == after[0] for before, after in pairwise(rows))
     for name in _COUNTS if 2 * num_again > len(rows) > 2 else ():
         counts = [values.get(name, math.nan) for _, values in rows]
-        if all(before < after and after.is_integer() for before, after in pairwise(counts)):
+        if all(before < after for before, after in pairwise(counts)):
             recording.rows = [(int(count), values) for count, (_, values) in zip(counts, rows, strict=True)]
             recording.unit = {"epoch": "epoch", "batch": "batch", "micro_step": "batch"}.get(name, "step")
             return
@@ -231,38 +231,28 @@ def _are_mixed(steps: Sequence[int]) -> bool:
 
 
 def _number_through_epochs(recording: Recording) -> None:
-    """Name rows by their places where the step begins anew in each epoch: where norms' rows go back the epoch rises, or
-    a run that was begun again is in an earlier one. The step is kept as a metric.
-    """
+    """Name rows by their places where the step begins anew in each epoch, and keep it as a metric."""
     rows = recording.rows
-    if recording.unit != "step" or all(before[0] < after[0] for before, after in pairwise(rows)):
-        return
-    has_norms = any(any(map(is_norm, values)) for _, values in rows)
     pairs = {(step, values["epoch"]) for step, values in rows if values.get("epoch", 0.5).is_integer()}
     are_of_epochs = len({step for step, _ in pairs}) < len(pairs)
-    last, its_epoch, num_in_epoch, count, num_next = -1, math.nan, 0, 0, 0
-    first_rows: dict[float, int] = {}
+    has_norms = any(any(map(is_norm, values)) for _, values in rows)
+    last, its_epoch, place, count = -1, math.nan, None, 0
     numbers: list[int] = []
-    place = None
-    for step, values in rows:
-        epoch = _epoch_of(values, its_epoch)
-        if not has_norms or any(map(is_norm, values)):
-            is_later = epoch > its_epoch and epoch.is_integer()
-            is_again = epoch < its_epoch and epoch in first_rows
-            is_begun = is_again or bool(num_in_epoch) and (step < last or step == last and is_later)
-            is_next = is_later and (step <= last / 2 or num_in_epoch == 1)
-            if is_begun and not (is_again or is_next or are_of_epochs):
-                return
-            num_next += is_begun and not is_again
-            num_in_epoch = 1 if is_begun else num_in_epoch + 1
-            if is_again and first_rows[epoch] == 1:
-                count = 0  # a run of its own
-            first_rows.setdefault(epoch, count + 1)
-            last, its_epoch = step, epoch
+    is_begun = False
+    for step, values in rows if recording.unit == "step" else ():
+        epoch = next((value for name, value in values.items() if name.lower() == "epoch"), its_epoch)
         count += (step, epoch) != place and not all(map(_is_evaluations, values))
-        place = step, epoch
         numbers.append(count)
-    if num_next:
+        place = step, epoch
+        if has_norms and not any(map(is_norm, values)):
+            continue
+        is_later = epoch > its_epoch and epoch.is_integer()
+        if step < last or step == last and is_later:
+            if not is_later and not are_of_epochs:
+                return
+            is_begun = True
+        last, its_epoch = step, epoch
+    if is_begun:
         recording.rows = [
             (at, values | {"step": float(step)}) for at, (step, values) in zip(numbers, rows, strict=True)
         ]
@@ -274,12 +264,6 @@ def _number_through_epochs(recording: Recording) -> None:
         recording.notes.append(
             f"The steps in {recording.source} start again in each epoch: row 1 is the first that was read."
         )
-
-
-def _epoch_of(values: dict[str, float], otherwise: float) -> float:
-    """Return the epoch that a row says it is of, by the shortest such name."""
-    names = [name for name in values if name.lower().endswith("epoch") and not name.lower().endswith("in_epoch")]
-    return values[min(names, key=len)] if names else otherwise
 
 
 def _before(last: Segment, segment: Segment) -> Segment | None:
