@@ -238,7 +238,7 @@ def _number_through_epochs(recording: Recording) -> None:
     has_norms = any(any(map(is_norm, values)) for _, values in rows)
     last, its_epoch, place, count = -1, math.nan, None, 0
     numbers: list[int] = []
-    is_begun = False
+    num_in_epoch, is_begun = 0, False
     for step, values in rows if recording.unit == "step" else ():
         epoch = next((value for name, value in values.items() if name.lower() == "epoch"), its_epoch)
         count += (step, epoch) != place and not all(map(_is_evaluations, values))
@@ -248,9 +248,12 @@ def _number_through_epochs(recording: Recording) -> None:
             continue
         is_later = epoch > its_epoch and epoch.is_integer()
         if step < last or step == last and is_later:
-            if not is_later and not are_of_epochs:
+            is_next = is_later and (step <= last / 2 or num_in_epoch == 1)
+            is_again = epoch < its_epoch  # a run that was begun again
+            if not (is_next or is_again or are_of_epochs):
                 return
-            is_begun = True
+            num_in_epoch, is_begun = 0, is_begun or not is_again
+        num_in_epoch += 1
         last, its_epoch = step, epoch
     if is_begun:
         recording.rows = [
