@@ -138,3 +138,15 @@ def test_a_step_between_a_name_and_its_value_leaves_the_line_s_other_values(tmp_
     assert metrics.norms[:2] == [0.1, 0.2] and [value for _, value in metrics.known("loss")][:2] == [2.1, 2.2]
     log.write_text("\n".join(f"Cost after epoch {epoch}: 0.{epoch}" for epoch in range(1, 31)))
     assert read_run(log).runs[0].unit == "epoch"
+
+
+@pytest.mark.parametrize(("head", "line"), [("", "step {} loss: 2.5 grad_norm: {}"), ("step,grad_norm\n", "{},{}")])
+def test_only_a_number_that_the_file_s_end_may_have_cut_is_left_out(head, line, log):
+    rows = "".join(line.format(step, f"0.48{step}1\n") for step in range(1, 10))
+
+    def last_norm(end):
+        log.write_text(head + rows + line.format(10, end))
+        return read_run(log).runs[0].metrics.norms[-1]
+
+    assert last_norm("0.4712") == 0.4712 and last_norm("0.47") == 0.4891
+    assert head or last_norm("0.47 | lr: 1e-0") == 0.47
