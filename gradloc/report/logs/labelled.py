@@ -42,16 +42,12 @@ _IN_EPOCH = re.compile(  # Epoch [2][ 50/7330], epoch 001  4000 / 331737, Train:
 )
 _HEADS = (_HEADED, _IN_EPOCH, _BATCH, _COUNT)
 """Forms of a step or of a place in an epoch, the surest first."""
-_OF_BARS = ("%|", "<", "[=", "[>", "[#", "[.", "━", "╸", "╺", "█", "▏")
-"""Signs of a progress bar: a quick look before its pattern."""
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|?|\[[=>. #]{8,}\]|[━╸╺]+|[▏▎▍▌▋▊▉█]+")
 _SAID = re.compile(r"(?<![^\s\])|])(step|iter|iteration)\W{1,3}(\d{1,12})\b", re.IGNORECASE)
 
 
 def _steps_apart(line: str) -> list[str]:
     """Return the parts of a line that holds several steps, as a paste without its line breaks does."""
-    if line.count("tep") < 2 and line.count("iter") < 2 or "consumed samples" in line:
-        return [line]  # a quick look; Megatron's lines have one
     heads = list(_SAID.finditer(line))
     is_one = len({head[2] for head in heads}) < 2 or len(heads) < 2 * len({head[1].lower() for head in heads})
     ends = [] if is_one else [head.start() for head in heads[1:]]
@@ -98,7 +94,7 @@ class Labelled(Grammar):
         self._has_inner |= "| train_inner |" in line
         if "|" in line and (_MODULE.match(line) or self._has_inner and "| train |" in line):
             return False
-        is_bar = any(map(line.__contains__, _OF_BARS)) and bool(_BAR.search(line) or DRAWN.search(line))
+        is_bar = bool(_BAR.search(line) or DRAWN.search(line))
         if is_bar:
             line = _BAR.sub(" ", line)
         head = ("lobal" in line and HEADED_GLOBALLY.search(line)) or ("tep" in line and HEADED_BY_STEP.search(line))

@@ -35,7 +35,7 @@ from .names import is_norm, is_training_loss, listed, number
 from .pairs import NUMBER, SYMBOL, as_float, repeated_names
 from .prometheus import Exposed
 from .recording import SKIPPED, Recording, Row, Skip, flat
-from .skips import OF_SCALERS, OF_SKIPS, SkippedSteps, skip_in
+from .skips import OF_SKIPS, SkippedSteps, skip_in
 from .source import Source
 from .unwrap import ANSI, plain, unwrapped, whole_lines
 
@@ -219,8 +219,6 @@ class _Reader:
         is_plain = not self._note(line)
         if self._is_wanted(line):
             self._give(self._cleaned(line))
-        elif any(word in line for word in OF_SCALERS):
-            self.skipped.take(line, None)
         elif is_plain and 0 < len(line) < _LONGEST_SHAPE and len(self._shapes) < _MOST_SHAPES:
             self._shapes.add(shape)
 

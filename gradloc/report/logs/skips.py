@@ -32,8 +32,6 @@ _AT_MINIMUM = re.compile(
 _OVERFLOWED_AT = re.compile(r"overflow on iteration:? (\d{1,12})\b", re.IGNORECASE)
 _COUNTED = re.compile(r"\bstep=(\d{1,12}), skipped=(\d{1,12})\b")
 _LOST = re.compile(r"norm(?: is |=)(?:nan|inf|not finite)", re.IGNORECASE)
-OF_SCALERS = ("verflow", "OVERFLOW", "inimum", "cale is")
-"""Words of a loss scaler's messages, which no other line of a skip need have: a quick look."""
 OF_SKIPS = (
     *("verflow", "OVERFLOW", "kipping", "inimum", "o not update", "not finite", "diverged", " loss ", "became"),
     *("topping", "result", "skipped=", "cale is", "ad grad"),
