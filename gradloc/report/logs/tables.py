@@ -431,13 +431,14 @@ def read_boxes(source: Source) -> list[Recording]:
     Raises:
         ReportError: where the tables of single steps are out of order, so that a row may have slipped into another.
     """
-    each = [values for box in _boxes(source.lines()) for values in _steps_in(box)]
+    boxes = [(_is_one_steps(box[0]), [*_steps_in(box)]) for box in _boxes(source.lines())]
+    each = [values for _, its in boxes for values in its]
     usual = Counter(filter(None, map(step_name, each))).most_common(1)
     name = usual[0][0] if usual else "epoch"  # a last table may count otherwise
     found = [(as_step(values.get(name)), values) for values in each if usual or not any(map(is_norm, values))]
-    steps = [step for step, _ in found if step is not None]
-    num_back = sum(later < step for step, later in pairwise(steps))
-    if num_back > len(steps) / 10:
+    alone = [values[name] for is_alone, its in boxes if is_alone for values in its if name in values]
+    num_back = sum(later < step for step, later in pairwise(alone))
+    if num_back > len(alone) / 10:
         raise ReportError(
             f"{source.name}: the steps of its tables go back {num_back} times, so a row may have slipped into another "
             "step's table: name the file that the trainer wrote."
