@@ -344,9 +344,10 @@ def _evaluated_too(names: Iterable[str]) -> list[str]:
     >>> _evaluated_too(["recon", "val_recon", "train_acc", "val_acc", "lr"]), _evaluated_too(["train", "valid"])
     (['recon'], ['train'])
     """
-    names = list(names)
-    found = (name for name in names if not _NO_EVALUATED.search(name.lower()))
-    return [name for name in found if not _words(name) & _EVALUATIONS and evaluation_of(name, names)]
+    words = {name: _words(name) for name in names}
+    evaluated = {frozenset(its - _EVALUATIONS - _TRAINING) for its in words.values() if its & _EVALUATIONS}
+    own = {name: its - _TRAINING for name, its in words.items() if not its & _EVALUATIONS}
+    return [name for name, its in own.items() if its in evaluated and not _NO_EVALUATED.search(name.lower())]
 
 
 def evaluation_of(name: str, names: Iterable[str]) -> str:
