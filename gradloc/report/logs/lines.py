@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ _SPELLINGS = (
         ),
         r"\2 \3 \1:",
     ),
+    # Deeplearning4j's loss
+    ((" - Score at",), re.compile(r".* - Score at iteration (\d{1,12}) is "), r"iteration \1 score loss: "),
     # torchtune's epoch and step: 1|73|Loss: 0.25
     (("|L",), re.compile(r"(?<!\S)(\d{1,6})\|(\d{1,12})\|(?=L)"), r"step \2 epoch: \1 | "),
     # build-nanogpt's step, split and loss
@@ -99,6 +101,8 @@ _LONGEST_LINE = 200_000
 """Characters of a line beyond which it is read as JSON or not at all."""
 _NUMBER, _FEWEST = re.compile(rf"(?:(?:epoch|step|iter(?:ation)?)\W{{0,2}}\d+[\s,:;=]+)?({NUMBER})", re.IGNORECASE), 8
 """A number, which may have its place before it, and how many a text of nothing else has at least."""
+_FEW = 3
+"""Rows below which a text is read anew, by whatever names it repeats."""
 _CONFIG_LINES = 4000
 """Lines that a printed configuration has at most."""
 
@@ -107,10 +111,11 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     reader = _Reader()
     reader.read(_lines(source, text))
-    is_unknown = not any(reader.rows) and not reader.guessed.num_kept  # then what is printed again and again is read
+    is_unknown = reader.num_lines_read < _FEW  # then what is printed again and again is read
     if is_unknown and (names := repeated_names(_lines(Source(source.path), text))):
-        reader = _Reader(names)
-        reader.read(_lines(Source(source.path), text))
+        other = _Reader(names)
+        other.read(_lines(Source(source.path), text))
+        reader = other if other.num_lines_read >= _FEWEST else reader
     elif is_unknown and (values := _bare(_lines(Source(source.path), text))):
         name = "loss" if "loss" in source.name.lower() else "value"
         bare = Recording(source.name, "a number a line", rows=[(at, {name: each}) for at, each in enumerate(values, 1)])
@@ -183,6 +188,11 @@ class _Reader:
     def rows(self) -> Iterator[dict[str, float]]:
         """Yield the values of every row that any grammar has read."""
         return (values for grammar in self.grammars for rows in grammar.rows.values() for _, values in rows)
+
+    @property
+    def num_lines_read(self) -> int:
+        """How many rows were read, and lines kept that may become some; counted up to ``_FEWEST``."""
+        return len([*islice(self.rows, _FEWEST)]) + self.guessed.num_kept
 
     @cached_property
     def norms(self) -> set[str]:

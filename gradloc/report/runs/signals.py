@@ -605,7 +605,8 @@ def _jumped(metrics: Metrics) -> Sign | None:
     values = [value for _, value in known]
     if not is_supervised(metrics) or not is_loss_judged(metrics) or min(values, default=-1.0) < 0:
         return None
-    found = peak(scaled(values), _epoch_starts(metrics, [step for step, _ in known]))
+    starts = _epoch_starts(metrics, [step for step, _ in known])
+    found = peak(scaled(values), starts)
     if found is None or not found.is_odd or found.size < math.log(_LEAST_JUMP):
         return None
     was, begin = median(values[found.at - NEAR : found.at]), found.at
@@ -619,6 +620,9 @@ def _jumped(metrics: Metrics) -> Sign | None:
     at = max(range(begin, len(values) if back is None else back), key=values.__getitem__)
     step, times = known[at][0], f"{number(values[at] / was, 2)} times the" if was else "from"
     sentence = f"{own} jumped to {number(values[at], 3)} at step {step}, {times} {number(was, 3)} before it, and {end}."
+    if back is not None and (more := _more_jumps(values, {*starts, *range(begin, back)})):
+        listed = ", ".join(f"{number(values[other], 3)} at step {known[other][0]}" for other in more)
+        sentence += f" {plural(len(more), 'other jump')}: {listed}."
     again = _again(values, at, back)
     if again is not None:
         sentence += (
@@ -631,6 +635,16 @@ def _jumped(metrics: Metrics) -> Sign | None:
     norm = "" if metrics.norm else " Log the gradient norm: it shows a jump like this at the step that causes it."
     advice = f"No need to resume.{norm}"
     return Sign("loss", sentence, advice, step)
+
+
+def _more_jumps(values: Sequence[float], left_out: set[int]) -> list[int]:
+    """Return the places of up to three further jumps that are apart from all other peaks, in order."""
+    found: list[int] = []
+    scale = scaled(values)
+    while len(found) < 3 and (other := peak(scale, left_out)) and other.is_odd and other.size >= math.log(_LEAST_JUMP):
+        found.append(other.at)
+        left_out |= {*range(other.at - NEAR, other.at + NEAR)}
+    return sorted(found)
 
 
 def _again(values: Sequence[float], at: int, back: int | None) -> int | None:
