@@ -28,3 +28,9 @@ def test_what_was_not_measured_is_told_where_the_cause_calls_for_it():
     assert [cured.name for cured in cures_for(told)] == ["divide", "clip_ratios", "dual_clip"]
     assert healer(told).name == "clip_ratios", "the first"
     assert cures_for(event()) is healer(event()) is healer(event(cures=unmeasured)) is None
+
+
+def test_a_setting_that_heals_a_step_of_no_culprit_has_no_other_advice_s_reason():
+    named, spread = (next_step(event(cures=[HEALED], **more)) for more in ({}, {"culprits": []}))
+    assert spread.do == named.do and "No few tokens" in spread.why != named.why
+    assert "hardware" not in spread.why and "threshold" in spread.check

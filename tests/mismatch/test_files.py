@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradloc.mismatch import MismatchError
+from gradloc.mismatch import MismatchError, columns, judge
 from gradloc.mismatch.files import read
 from gradloc.report.cli import main
 
@@ -222,6 +222,7 @@ def test_a_column_that_is_a_copy_of_the_other_is_no_noise(tmp_path, capsys):
         "".join(f"{json.dumps({'rollout_logprobs': r, 'trainer_logprobs': r})}\n" for r in B.tolist())
     )
     main(["mismatch", str(tmp_path / "same.jsonl")])
+    assert judge(columns(B, B, np.ones_like(B))).is_healthy
     assert "Cannot tell: the columns are the same at every token" in " ".join(capsys.readouterr().out.split())
 
 

@@ -111,11 +111,10 @@ def read_lines(source: Source, text: str | None = None) -> list[Recording]:
     """Return the steps that a text prints, by the process that printed them; ``text`` replaces the file's own."""
     reader = _Reader()
     reader.read(_lines(source, text))
-    is_unknown = reader.num_lines_read < _FEW  # then what is printed again and again is read
+    is_unknown = len([*islice(reader.rows, _FEW)]) + reader.guessed.num_kept < _FEW
     if is_unknown and (names := repeated_names(_lines(Source(source.path), text))):
-        other = _Reader(names)
-        other.read(_lines(Source(source.path), text))
-        reader = other if other.num_lines_read >= _FEWEST else reader
+        reader = _Reader(names)
+        reader.read(_lines(Source(source.path), text))
     elif is_unknown and (values := _bare(_lines(Source(source.path), text))):
         name = "loss" if "loss" in source.name.lower() else "value"
         bare = Recording(source.name, "a number a line", rows=[(at, {name: each}) for at, each in enumerate(values, 1)])
@@ -188,11 +187,6 @@ class _Reader:
     def rows(self) -> Iterator[dict[str, float]]:
         """Yield the values of every row that any grammar has read."""
         return (values for grammar in self.grammars for rows in grammar.rows.values() for _, values in rows)
-
-    @property
-    def num_lines_read(self) -> int:
-        """How many rows were read, and lines kept that may become some; counted up to ``_FEWEST``."""
-        return len([*islice(self.rows, _FEWEST)]) + self.guessed.num_kept
 
     @cached_property
     def norms(self) -> set[str]:

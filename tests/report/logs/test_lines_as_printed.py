@@ -150,3 +150,23 @@ def test_only_a_number_that_the_file_s_end_may_have_cut_is_left_out(head, line, 
 
     assert last_norm("0.4712") == 0.4712 and last_norm("0.47") == 0.4891
     assert head or last_norm("0.47 | lr: 1e-0") == 0.47
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ids.txt", "\n".join(map(str, range(100, 140)))),
+        ("grid.csv", "lr,device,final_loss\n" + "".join(f"0.{at},cuda,1.{at}\n" for at in range(10, 40))),
+        ("notes.txt", "\n".join(f"version: 1.{at}" for at in range(5))),
+    ],
+    ids=["whole numbers", "a row for each experiment", "too few"],
+)
+def test_numbers_that_are_no_training_are_refused(tmp_path, refused, name, text):
+    (tmp_path / name).write_text(text)
+    assert name in refused(tmp_path / name)
+
+
+def test_clearml_s_description_of_its_task_is_no_log(tmp_path):
+    (tmp_path / "task.json").write_text(json.dumps({"diff": "{'loss': 2.0, 'grad_norm': nan, 'epoch': 1.0}"}))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 2.5}}\n' for step in range(9)))
+    assert [run.source for run in read_run(tmp_path).runs] == ["metrics.jsonl"]

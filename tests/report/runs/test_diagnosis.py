@@ -257,3 +257,42 @@ def test_an_evaluation_that_gets_worse_while_the_loss_falls_is_overfitting(tmp_p
 def test_a_loss_that_has_stopped_to_fall_is_said_to_be_level(tmp_path):
     made = diagnosed(tmp_path, [{"loss": max(4.0 - 0.1 * step, 2.0) + 0.01 * (step % 3)} for step in range(200)])
     assert "has been level since about step" in made.headline
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "is_fault"),
+    [
+        ("loss", lambda step: 0.0 if 40 <= step < 50 else 1.2345, True),
+        ("loss", lambda step: round(0.001 * (step % 4), 3), False),
+        ("d_loss", lambda step: 0.0 if 40 <= step < 50 else 1.2345, False),
+    ],
+    ids=["of a NaN", "rounded", "a GAN's"],
+)
+def test_zeros_among_large_losses_are_taken_for_nan(tmp_path, name, loss, is_fault):
+    made = diagnosed(tmp_path, [{name: loss(s)} for s in range(100)])
+    said = " ".join([made.headline, *made.sentences])
+    assert ("exactly 0 at steps 40-49" in said) == is_fault and ("exactly 0" in said) == is_fault
+    assert "rose" not in said
+
+
+def test_an_evaluation_s_few_rewards_do_not_hide_the_loss(tmp_path):
+    made = diagnosed(tmp_path, [{"loss": fitted(s)} | ({"reward": 1.0} if s % 20 == 0 else {}) for s in range(80)])
+    assert made.headline.startswith("loss went from 2.05")
+
+
+def test_a_loss_below_0_that_rises_after_a_spike_has_not_held(tmp_path):
+    rows = [{"loss": -3.0 + 0.01 * (s % 3), "grad_norm": 1.0 + 0.01 * (s % 5)} for s in range(120)]
+    rows[60]["grad_norm"] = 500.0
+    for row in rows[61:80]:
+        row["loss"] += 2.0
+    said = " ".join(diagnosed(tmp_path, rows).sentences)
+    assert "Loss rose from -3 to" in said and "held" not in said
+
+
+def test_a_step_that_is_logged_twice_at_the_end_of_an_epoch_is_no_resume(tmp_path, shown):
+    steps = [*range(1, 21), *range(20, 41), *range(40, 61)]
+    path = tmp_path / "train.jsonl"
+    rows = [{"step": step, "loss": 2.0 - row / 100} for row, step in enumerate(steps)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = shown(path)
+    assert "2 steps (20, 40) were logged twice." in said and "resumed" not in said
