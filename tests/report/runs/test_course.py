@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gradloc.report.runs.course import course, past_its_best
+from gradloc.report.runs.course import best_level, course, past_its_best
 
 
 def noisy(*levels, seed=0, noise=0.05):
@@ -44,3 +44,11 @@ def test_rewards_are_past_their_highest():
     turned = [(step, -reward) for step, reward in rewards]
     assert past_its_best(turned, "highest").startswith("; its highest level was 0.7")
     assert not past_its_best([(step, reward) for step, reward in turned[:60]], "highest")
+
+
+def test_a_level_is_left_behind_where_it_was_last_held():
+    held = noisy(
+        *(5.0 - 0.05 * at for at in range(80)), *[0.98] * 40, *[1.0] * 40, *(1.0 + 0.05 * at for at in range(80))
+    )
+    level, step, end = best_level(held)
+    assert level == pytest.approx(1.0, abs=0.1) and 120 <= step <= 160 and end > 2

@@ -263,7 +263,7 @@ def test_a_loss_that_has_stopped_to_fall_is_said_to_be_level(tmp_path):
     ("name", "loss", "is_fault"),
     [
         ("loss", lambda step: 0.0 if 40 <= step < 50 else 1.2345, True),
-        ("loss", lambda step: round(0.001 * (step % 4), 3), False),
+        ("loss", lambda step: round(0.001 * ((step + 1) % 4), 3), False),
         ("d_loss", lambda step: 0.0 if 40 <= step < 50 else 1.2345, False),
     ],
     ids=["of a NaN", "rounded", "a GAN's"],
