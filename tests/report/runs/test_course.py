@@ -47,8 +47,7 @@ def test_rewards_are_past_their_highest():
 
 
 def test_a_level_is_left_behind_where_it_was_last_held():
-    held = noisy(
-        *(5.0 - 0.05 * at for at in range(80)), *[0.98] * 40, *[1.0] * 40, *(1.0 + 0.05 * at for at in range(80))
-    )
+    falls, rises = [5.0 - 0.05 * at for at in range(80)], [1.0 + 0.05 * at for at in range(80)]
+    held = noisy(*falls, *[0.98] * 40, *[1.0] * 40, *rises, noise=0.001)
     level, step, end = best_level(held)
     assert level == pytest.approx(1.0, abs=0.1) and 120 <= step <= 160 and end > 2
