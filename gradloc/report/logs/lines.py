@@ -65,6 +65,8 @@ _SPELLINGS = (
         ),
         r"\2 \3 \1:",
     ),
+    (("[epoch", "[step", "[iter"), re.compile(r"(?<=\[)(epoch|step|iter)(?=\d{1,12}\])"), r"\1 "),
+    (("[Train ",), re.compile(r"\[Train (\d{1,12}/\d{1,12})\]"), r"step \1:"),
     # Deeplearning4j's loss
     ((" - Score at",), re.compile(r".* - Score at iteration (\d{1,12}) is "), r"iteration \1 score loss: "),
     # torchtune's epoch and step: 1|73|Loss: 0.25

@@ -54,6 +54,10 @@ _LOSS = re.compile(
     r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|trl|(?:info_?)?nce|bce|ce|mse|mae|rmse|l1|smooth_?l1|huber|hinge|triplet|bpr)(?:_|$)|^l_(?!r)[a-z]"
     r"|^[dg]_(?:a|b|gan|l1|real|fake)$|^(?:cycle|idt)_[ab]$"  # pix2pix' and CycleGAN's
 )
+ADVERSARIAL = re.compile(
+    r"(?i:gen|generator|disc?|discriminator)(?![a-z])|(?<![A-Za-z0-9])(?:[Ll]oss|err)?_?[DdGg](?![A-Za-z])"
+)
+"""In the name of a GAN's loss."""
 _NO_LOSS = re.compile(
     r"(?<![a-z])(?:eval|val|valid|validation|test)|aux|(?<!cross)(?<!cross[_ -])entropy|"
     r"balanc|bbox|_cls|rpn|mask|scale|value|critic|z_loss|mtp"
@@ -78,7 +82,7 @@ _NORM = re.compile(
     r"grad(?:ient)?s?(?:l2|total|global|\d{1,3}|inf)*norm|gnorm|norm(?:of)?grad|gradientl2|gradl2|l2grad|\bgrdn\b"
 )
 _NEARLY_NORM = re.compile("norm|grad|gn|grdn")  # what each name of a norm holds: most others need no further look
-_BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad|gn")
+_BARE_NORM = re.compile(r"(?:total|global|l2)?norm(?:l2|total)?|grad|gn(?:all|total|global|l2)?")
 """Whole names of norms that do not say "gradient"."""
 _SETTING = re.compile(
     r"max_?grad_?norm|(?<!pre)(?<!pre[_-])clip_?grad_?norm|threshold|limit|finite|norm_?clip$|norm_?(?:std|var)$",
@@ -310,6 +314,15 @@ def is_training_loss(name: str) -> bool:
     return not is_other and (_LOSS.search(plain) is not None or plain == "value")
 
 
+def is_gan_loss(name: str) -> bool:
+    """Return whether a metric is a loss of a GAN's generator or discriminator, which may be called by its letter.
+
+    >>> is_gan_loss("loss_D"), is_gan_loss("G"), is_gan_loss("D_acc"), is_gan_loss("loss")
+    (True, True, False, False)
+    """
+    return ADVERSARIAL.search(name) is not None and (is_training_loss(name) or len(name) == 1)
+
+
 def canonical(counts: Mapping[str, int]) -> dict[str, str]:
     """verl's name -> the name in the log, for the metrics that another trainer calls otherwise; ``counts`` says how
     many values each metric has.
@@ -329,6 +342,8 @@ def canonical(counts: Mapping[str, int]) -> dict[str, str]:
         known = REWARD if is_reward(name) else _KNOWN.get(_plain(name))
         if known is not None and known not in counts and not re.match("eval|val(?!ue)|test", name):
             own.setdefault(known, name)
+    if not {LOSS, REWARD} & {*own, *counts} and (goals := sorted(filter(_REWARD_OF_A_GOAL.fullmatch, counts))):
+        own[REWARD] = goals[0]
     if (LOSS not in own or is_rare(own[LOSS])) and LOSS not in counts and "actor/loss" not in counts:
         losses = [name for name in counts if _LOSS.search(_plain(name)) and not _NO_LOSS.search(name.lower())]
         losses = losses or [name for name in counts if is_training_loss(name) and _OF_DETECTION.search(name.lower())]
@@ -384,6 +399,10 @@ def _rank(name: str) -> tuple[bool, bool, int]:
 _ADDED = {*"mae rmse mse l1 kd kl distill distillation reg regularization".split()}
 _ADDED |= {*"recon mmd aux commit style perceptual adv disc smooth tv".split()}
 """Words of losses that are added to the model's own."""
+
+
+_REWARD_OF_A_GOAL = re.compile(r"rewards?[_/](?:goal|task|agent|env|player)_?\d*", re.IGNORECASE)
+"""One of several rewards, where a run has none of all."""
 
 
 def is_reward(name: str) -> bool:

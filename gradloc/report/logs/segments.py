@@ -291,7 +291,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     """Return rows in the order written, as stretches in which steps go forwards, and sentences about what was put
     together.
     """
-    has_norms = any(any(map(is_norm, values)) for _, values in rows)
+    num_norms = sum(any(map(is_norm, values)) for _, values in rows)
     counts = Counter(name for _, values in rows[:MANY] for name in values)
     own = {name: count for name, count in counts.items() if not is_bookkeeping(name)}
     most = max(own.values(), default=0)
@@ -304,7 +304,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
         """
         if losses and not losses & values.keys() and any(map(_EVALUATION.match, values)):
             return True
-        return has_norms and not any(map(is_norm, values)) or 2 * len(main & values.keys()) < len(main)
+        return 2 * num_norms > len(rows) and not any(map(is_norm, values)) or 2 * len(main & values.keys()) < len(main)
 
     again = sum(
         a[0] == b[0] and _clash(a[1], b[1]) and not is_beside(a[1]) and not is_beside(b[1]) for a, b in pairwise(rows)
@@ -341,7 +341,7 @@ def split(rows: Sequence[Row], source: str) -> tuple[list[dict[int, dict[str, fl
     if is_folded:
         notes.append(
             f"{source} has several rows for a step ({again} of them): of their "
-            f"{'gradient norms the largest' if has_norms else 'values the last'} is shown."
+            f"{'gradient norms the largest' if num_norms else 'values the last'} is shown."
         )
     if num_same:
         verb = "repeats" if num_same == 1 else "repeat"

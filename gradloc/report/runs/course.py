@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from ...explain.numbers import number
@@ -22,8 +23,22 @@ def course(known: Points) -> str:
     ', and hardly moved: all its 40 values are about 2.'
     """
     clauses = (_got_stuck, _hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _level_since, _stood_out)
-    plain = f", and none of its {plural(len(known), 'value')} is twice those around it."
-    return next(filter(None, (clause(known) for clause in clauses)), plain)
+    return next(filter(None, (clause(known) for clause in clauses)), _went_on(known))
+
+
+def fell_on(known: Points) -> bool:
+    """Return whether values fall in nearly each row, so that even a few show how a loss went."""
+    falls = sum(after < before for (_, before), (_, after) in pairwise(known))
+    return len(known) >= NEAR and falls >= 0.8 * (len(known) - 1)
+
+
+def _went_on(known: Points) -> str:
+    """Say how far values that show nothing else went."""
+    begin, end = known[0][1], median(value for _, value in known[-3:])
+    share = f": {number(100 * abs(end / begin - 1), 2)} % {'lower' if end < begin else 'higher'}" if min(begin, end) > 0 else ""
+    if fell_on(known):
+        return f"{share}, falling in almost every row."
+    return f"{share}, and none of its {plural(len(known), 'value')} is twice those around it."
 
 
 def _got_stuck(known: Points) -> str:

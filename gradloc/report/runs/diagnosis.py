@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from operator import itemgetter
 from statistics import median
 
 from ...explain.advice import sampling_cut
@@ -14,27 +13,16 @@ from ...explain.numbers import number
 from ...explain.text import in_unit, plural
 from ...health import HealthConfig
 from ...health.rules import SCORES
-from ..logs.names import is_norm, is_training_loss
+from ..logs.names import is_gan_loss, is_norm
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
-from .course import course, past_its_best
+from .course import course, fell_on, past_its_best
 from .effects import begin_of, effects_of, fall_meanwhile, loss_at
+from .findings import findings, lost_loss, minor_skips
 from .health import LOSSES, TOO_SHORT
 from .overview import overview
 from .resuming import advise, count_again, is_left_behind, is_overwritten, overwritten, resume_before
-from .signals import (
-    ADVERSARIAL,
-    BLOWN,
-    EFFECTS,
-    LOSS,
-    Sign,
-    findings,
-    is_adversarial,
-    loss_of,
-    lost_loss,
-    minor_skips,
-    sound_loss,
-)
+from .signals import EFFECTS, LOSS, Sign, is_adversarial, loss_of, sound_loss
 from .spikes import (
     EARLY,
     HARMLESS,
@@ -88,6 +76,13 @@ class Diagnosis:
     def is_unrecovered(self) -> bool:
         """Whether the run ends as it is not to be, though its last step may look healthy next to the ones before."""
         return self.kind in UNRECOVERED and not self.is_left_behind
+
+    @property
+    def is_minor(self) -> bool:
+        """Whether the worst explosion is a small one that did no harm."""
+        worst = self.worst
+        is_back = worst is not None and self.kind in ("back", *HARMLESS) and not worst.lost
+        return is_back and worst.times < EARLY
 
     @property
     def gravity(self) -> int:
@@ -152,12 +147,20 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
     if made.explosions:
         made.limits += [masked] if masked else []
         _describe_worst(made, signs)
+        if made.is_minor and (graver := [sign for sign in signs if sign.kind in ("unfinite", *UNRECOVERED)]):
+            spike, made.sentences = made.headline, []
+            _lead_with(made, graver)
+            made.sentences.insert(-1, spike)
         return made
     made.kind, made.headline = kind, masked or _without_explosion(judged)
     made.is_judged = bool(kind or signs) or sum(map(len, judged)) >= _MIN_NORMS
     if not kind and not signs and made.is_judged:
         made.headline = f"{made.headline} {_course(run)}".rstrip()
-    if signs and kind != "zero":
+    if kind == "zero" and (shown := [sign for sign in signs if sign.kind in ("unfinite", "fell", "collapse", "loss")]):
+        _lead_with(made, shown)
+        made.sentences.insert(0, made.headline)
+        made.kind, made.headline = kind, masked
+    elif signs and kind != "zero":
         made.limits += [masked] if masked else []
         _lead_with(made, signs)
     return made
@@ -168,7 +171,7 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     missing = missing_norm(run.parts[-1], run.name)
     made = Diagnosis(run, missing, limits=[*_unsized(run), *_unseen(run), *minor_skips(run), *overwritten(run)])
     counts = (len(run.metrics.known(name)) for effect in EFFECTS for name in effect.names)
-    made.is_judged = bool(signs) or max(counts) > HealthConfig().warmup
+    made.is_judged = bool(signs) or max(counts) > HealthConfig().warmup or fell_on(loss_of(run.metrics)[1])
     if signs:
         made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
         _lead_with(made, signs)
@@ -199,12 +202,13 @@ def _course(run: LoggedRun) -> str:
         return f"{went}."
     if is_adversarial(run.metrics):
         return went + _gan_losses(run, name)
-    return went + (course(values) if len(values) > HealthConfig().warmup else ".")
+    is_long = len(values) > HealthConfig().warmup or fell_on(values)
+    return went + (course(values) if is_long else ".")
 
 
 def _gan_losses(run: LoggedRun, name: str) -> str:
     """End a sentence on one of a GAN's losses with the levels of all of them."""
-    others = [own for own in run.metrics.own_names if ADVERSARIAL.search(own) and is_training_loss(own)]
+    others = [own for own in run.metrics.own_names if is_gan_loss(own)]
     known = [(own, run.metrics.known(own)) for own in dict.fromkeys([name, *others[:4]])]
     levels = ((own, [value for _, value in of], -(-len(of) // 5)) for own, of in known if of)
     fifths = (f"{own} {number(median(of[:n]), 3)} and {number(median(of[-n:]), 3)}" for own, of, n in levels)
@@ -317,12 +321,13 @@ def _lead_with(made: Diagnosis, found: list[Sign]) -> None:
     first, *others = found
     made.kind, made.headline, made.begin = first.kind, first.sentence, first.first
     made.sentences += [finding.sentence for finding in others]
-    if not first.advice and first.before is not None:
-        before = min(finding.before for finding in found if finding.before is not None)
-        sentence, made.command = resume_before(made.run, before, "")
+    before = [finding.before for finding in found if finding.before is not None]
+    if before and not first.advice:
+        sentence, made.command = resume_before(made.run, min(before), "")
         made.sentences.append(sentence)
     else:
-        made.sentences.append(first.advice or "A log cannot show why; turn GradLoc on for the next run.")
+        back = "No need to resume: it came back by itself. " if first.is_back else ""
+        made.sentences.append(first.advice or f"{back}A log cannot show why; turn GradLoc on for the next run.")
 
 
 def _unsized(run: LoggedRun) -> list[str]:
@@ -330,12 +335,7 @@ def _unsized(run: LoggedRun) -> list[str]:
     name = loss_of(run.metrics)[0]
     if not is_adversarial(run.metrics):
         return []
-    note = f"{name} is a GAN's, so its size shows no fault: only whether it is finite is judged."
-    known = run.metrics.known(run.metrics.first(LOSSES))
-    step, top = max(known, key=itemgetter(1), default=(0, 0.0))
-    usual = median([abs(value) for _, value in known] or [0.0])
-    far = f" Its largest value, {number(top, 3)} at step {step}, is {number(top / (usual or 1), 2)} times the median."
-    return [note + (far if top > BLOWN * usual > 0 else "")]
+    return [f"{name} is a GAN's, so its level shows no fault: only what is not finite, and bursts, are judged."]
 
 
 def _unseen(run: LoggedRun) -> list[str]:

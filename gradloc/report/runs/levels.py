@@ -25,6 +25,10 @@ _MOST = 8192
 """Levels at most, for the sake of time."""
 _FEW = 4
 """Peaks, at most, that are apart from the others."""
+_FIRST_PART = 0.25
+"""Part of a jump that its first value has."""
+_MOST_BENDS = 200
+"""Places at most that are tried as the begin of a slow rise."""
 
 
 class Rise(NamedTuple):
@@ -98,11 +102,37 @@ def _rise(scale: Sequence[float], width: int) -> Rise | None:
     few = max(width, 5)
     is_sudden = median(scale[at : at + few]) - median(scale[max(at - few, 0) : at]) >= 0.6 * size
     lowest = range(max(begin + (low - 1) * width, 0), begin + min(low + 2, first) * width)
-    ceiling = max(was + max(before, size / 16), *scale[lowest.start : lowest.stop])
-    while scale[at - 1] > ceiling:
-        at -= 1
+    at = _jump_begin(scale, at, few) if is_sudden else _bend(scale, lowest.start + 1, at, was)
     least = _ODD * (1 + 4 / len(levels)) * largest  # a short series shows little of what it does elsewhere
     return Rise(lowest, at, size, was, size / least if least else math.inf, is_sudden)
+
+
+def _jump_begin(scale: Sequence[float], at: int, few: int) -> int:
+    """Return the first place of a jump that is half done at ``at``."""
+    before = scale[max(at - 2 * few, 0) : max(at - few, 1)]
+    part = median(before) + _FIRST_PART * (median(scale[at : at + few]) - median(before))
+    least = min(part, 2 * max(before) - min(before))
+    while at > 1 and scale[at - 1] > least:
+        at -= 1
+    return at
+
+
+def _bend(scale: Sequence[float], start: int, end: int, level: float) -> int:
+    """Return where a series leaves a level for a slow rise that is half done at ``end``.
+
+    From there a straight line leads to that half; of the places that fit the values about as well, it is the last.
+    """
+    step = max((end - start) // _MOST_BENDS, 1)
+    points = [(at, median(scale[at : at + step])) for at in range(start, end, step)]
+    top = median(scale[max(end - step, start) : end + step])
+
+    def error(bend: int) -> float:
+        slope = (top - level) / (end - bend)
+        return sum((value - level - slope * max(at - bend, 0)) ** 2 for at, value in points)
+
+    errors = {at: error(at) for at, _ in points}
+    most = min(errors.values(), default=0.0) * (1 + 4 / max(len(points), 1))
+    return max((at for at, value in errors.items() if value <= most), default=end)
 
 
 def _largest_rise(levels: Iterable[float]) -> float:

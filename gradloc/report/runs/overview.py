@@ -11,7 +11,7 @@ from typing import Any
 
 from ...explain.numbers import number
 from ...health.rules import ENTROPY, REFERENCE_KL, SCORES
-from ..logs.names import is_training_loss
+from ..logs.names import is_gan_loss, is_training_loss
 from ..logs.pairs import NO_METRIC
 from ..logs.recording import Metrics
 from .health import LOSSES
@@ -94,6 +94,7 @@ def overview(metrics: Metrics) -> list[Course]:
     first = [metrics.norm or "", *(_first_used(metrics, names) for names in _SIGNALS), metrics.first(LOSSES)]
     wanted = [metrics.own(name) for name in first]
     wanted += [name for name in own if is_training_loss(name) and any(metrics.get(name))]
+    wanted += filter(is_gan_loss, own if is_gan_loss(metrics.own(first[-1])) else ())
     others = [name for name in own if not _BOOKKEEPING.search(name)]
     wanted += [name for name in others if _EVALUATED.search(name.lower())]
     if not any(first[1:]):  # the loop has names of its own

@@ -333,7 +333,7 @@ def ceiling(steps: Sequence[Judged]) -> str:
     )
 
 
-_NO_GRADIENT = "Advantages that are all 0, an empty mask or frozen weights may be the cause."
+_NO_GRADIENT = "Advantages that are all 0, dead units, an empty mask or frozen weights may be the cause."
 
 
 def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
