@@ -35,7 +35,9 @@ def fell_on(known: Points) -> bool:
 def _went_on(known: Points) -> str:
     """Say how far values that show nothing else went."""
     begin, end = known[0][1], median(value for _, value in known[-3:])
-    share = f": {number(100 * abs(end / begin - 1), 2)} % {'lower' if end < begin else 'higher'}" if min(begin, end) > 0 else ""
+    share = ""
+    if min(begin, end) > 0:
+        share = f": {number(100 * abs(end / begin - 1), 2)} % {'lower' if end < begin else 'higher'}"
     if fell_on(known):
         return f"{share}, falling in almost every row."
     return f"{share}, and none of its {plural(len(known), 'value')} is twice those around it."
