@@ -43,6 +43,8 @@ _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+")
 _STEPS = re.compile(r"^\W*steps\W*$|/global_step$| step$", re.IGNORECASE)
 SAMPLE = 200
 """Rows by which a table is understood."""
+_MANY = 40
+"""Rows of numbers that are those of a training, whatever their names."""
 _PRINTED = re.compile(r"\x1b\[|pid=\d+\)|\d%\|.*\[[\d:]+<|\bstep:\d+ - |\{'\w+': |\bOVERFLOW!")
 """Marks of a console log that no table holds: a colour, Ray's prefix, a progress bar, a step of verl, a dict."""
 _NAMED = re.compile(
@@ -363,9 +365,11 @@ class _Table:
         return list(made.values())
 
     def _may_be_rows_of_steps(self, sample: list[list[str]]) -> bool:
-        """Return whether a table has a loss or reward, and numbers alone: one of several experiments has texts."""
+        """Return whether a table has numbers alone, and a loss or reward or many rows: one of several experiments has
+        texts.
+        """
         is_trained = any(is_training_loss(name) or is_reward(name) for name in self.names)
-        return is_trained and all(number(cell) is not None for cells in sample for cell in cells if cell.strip())
+        return (is_trained or len(sample) >= _MANY) and all(number(cell) is not None for cells in sample for cell in cells if cell.strip())
 
     def _columns_by_run(self) -> dict[str, dict[int, str]]:
         """Return by run, the places of its metrics and their names."""

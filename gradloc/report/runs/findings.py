@@ -244,7 +244,7 @@ def _zeroed_for_a_while(metrics: Metrics) -> Sign | None:
         return None
     sentence = f"{name} is exactly 0 {_at(zeros)}, of {plural(len(logged), 'row')}, and never below "
     sentence += f"{number(min(others), 3)} elsewhere: some loggers write 0 for a NaN, as ClearML and a Trainer do."
-    return Sign("unfinite", sentence, "", zeros[0])
+    return Sign("unfinite", sentence, "", zeros[0], is_back=logged[-1][1] != 0)
 
 
 def _vanished(metrics: Metrics) -> Sign | None:
