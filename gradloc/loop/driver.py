@@ -7,12 +7,14 @@ training goes on.
 """
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..mismatch.steps import StepJudge
 from ..notify.notifier import Notifier
 from ..record import Run
+from ..record.store import load_states, save_states
 from ..trigger import AdaptiveThreshold, fixed_threshold
 from ..trigger.history import ScaleHistory
 from .actions import Outcome
@@ -78,6 +80,12 @@ class Driver:
         self._quiet_until = self._num_failures = 0
         self._step = self._num_in_step = self._num_updates = 0
         self._policy: Policy
+
+    def print_start(self, whose: str = "") -> None:
+        """Print that spikes are looked for, in ``whose`` gradient where there are several, and the events' folder."""
+        root = str(self.settings.root).encode("utf-8", "replace").decode("utf-8")
+        where = f"{root}{self.writer.store.about()}"
+        print(f"gradloc: on{whose} ({self.settings.action.mode}); events go to {where}", flush=True)
 
     @property
     def adaptive(self) -> AdaptiveThreshold:
@@ -211,3 +219,25 @@ class Driver:
                 self.num_events,
                 trigger.cooldown_steps,
             )
+
+
+class Stateful:
+    """Mixin that saves what a trainer's parts have learned next to its checkpoints."""
+
+    parts: Mapping[str, Any]
+    """The parts, by their name in the state file; None for one that is off."""
+
+    def save(self, folder: str) -> bool:
+        """Save the parts' states in a checkpoint's folder; return whether any was written."""
+        self._remember(folder)
+        return save_states(self.parts, folder)
+
+    def load(self, folder: str) -> None:
+        """Load the states of the checkpoint that the run resumes from; a part that it does not hold starts anew."""
+        self._remember(folder)
+        load_states(self.parts, folder)
+
+    def _remember(self, folder: str) -> None:
+        for part in self.parts.values():
+            if isinstance(part, Driver):
+                part.writer.last_checkpoint = os.path.abspath(folder)

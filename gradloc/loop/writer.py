@@ -9,17 +9,19 @@ Shapes: R rows of the batch, P prompt positions, T response positions.
 import logging
 import math
 import os
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
 
-from ..core.ranks import Ranks
+from ..core.ranks import PeerFailure, Ranks
 from ..explain.causes import classify
 from ..explain.cures import cures_for
 from ..explain.documents import Document, foreign_in, repeats_in, unspaced_in
@@ -49,6 +51,8 @@ from ..record.store import EventStore
 from .batch import NO_TOKEN, BatchView
 from .gather import RawEvent, RowShare
 from .pictures import Album, inputs_of, kept_inputs
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +134,20 @@ class EventWriter:
         return event
 
 
-def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str | None:
-    """Return the folder for an event's weights; None where none are to be saved, or ``evidence.max_gb`` is reached.
+def keep_weights(
+    settings: Any, global_step: int, ranks: Ranks, gather: Callable[[], T], write: Callable[[str, T], None]
+) -> str | None:
+    """Save the weights that an event happened at; all ranks call this together.
 
-    All ranks call this together.
+    Args:
+        settings: the effective ones.
+        global_step: the trainer's.
+        ranks: all that hold weights; they wait for each other only to learn whether all have written.
+        gather: returns this rank's part of the weights; may communicate.
+        write: writes that part into the folder, on this rank's own file system.
+
+    Returns:
+        The folder; None where no weights are to be saved, ``evidence.max_gb`` is reached, or a rank could not write.
     """
     if settings.evidence.checkpoint != "before_step":
         return None
@@ -142,7 +156,14 @@ def events_weights_folder(settings: Any, global_step: int, ranks: Ranks) -> str 
     if ranks.max([size_gb])[0] >= settings.evidence.max_gb:
         logger.warning("gradloc: %s holds gradloc.evidence.max_gb or more, so no weights are saved", root)
         return None
-    return os.path.join(root, "weights", f"global_step_{global_step}", "actor")
+    folder = os.path.join(root, "weights", f"global_step_{global_step}", "actor")
+    try:
+        ranks.run_slowly_synced(partial(write, folder, ranks.run_collective(gather)))
+    except PeerFailure:
+        logger.exception("gradloc: the weights of this event are not kept: some rank could not write to %s", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return folder
 
 
 def complete_event(

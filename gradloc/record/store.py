@@ -161,9 +161,9 @@ _STATES = "gradloc.json"
 def save_states(parts: Mapping[str, Any], folder: str) -> bool:
     """Write the parts' states, by name, into a checkpoint's folder; return whether any was written.
 
-    Each part's ``state()`` is JSON-ready, and its ``load_state(state)`` takes it over.
+    Each part's ``state()`` is JSON-ready, and its ``load_state(state)`` takes it over. A part that is off is None.
     """
-    state = {name: part.state() for name, part in parts.items()}
+    state = {name: part.state() for name, part in parts.items() if part is not None}
     if not state:
         return False
     path = os.path.join(folder, _STATES)
@@ -178,7 +178,7 @@ def save_states(parts: Mapping[str, Any], folder: str) -> bool:
 def load_states(parts: Mapping[str, Any], folder: str) -> None:
     """Load the states that :func:`save_states` wrote; a part whose state is missing or cannot be used starts anew."""
     path = os.path.join(folder, _STATES)
-    if not parts or not os.path.exists(path):
+    if all(part is None for part in parts.values()) or not os.path.exists(path):
         return
     try:
         states = dict(read_json(Path(path)))
@@ -186,7 +186,7 @@ def load_states(parts: Mapping[str, Any], folder: str) -> None:
         logger.error("gradloc: %s could not be read (%s); what it remembered is learned again", path, error)
         return
     for name, part in parts.items():
-        if name not in states:
+        if part is None or name not in states:
             continue
         try:
             part.load_state(states[name])

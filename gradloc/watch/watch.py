@@ -166,7 +166,8 @@ class Watch(Notes):
         names = {"project": "torch", "experiment": os.path.basename(os.path.abspath(folder))}
         self.analyses = LoopAnalyses(analyses, kept.root, names)
         if ranks.is_first:
-            self.driver = self._make_driver(kept, os.path.basename(os.path.abspath(folder)), tokenizer)
+            self.driver = self._make_driver(kept, names["experiment"], tokenizer)
+            self.driver.print_start()
         before = _watches.pop(innermost(model), lambda: None)()
         if before is not None:
             before.close()
@@ -190,8 +191,6 @@ class Watch(Notes):
         run = replace(with_origin(Run(None, name), {}, "torch"), trainer=LOOP)
         driver = Driver(settings, tokenizer=tokenizer, run=run, trained={})
         driver.action_key = "action"
-        root = str(settings.root).encode("utf-8", "replace").decode("utf-8")
-        print(f"gradloc: on ({settings.action.mode}); events go to {root}{driver.writer.store.about()}", flush=True)
         return driver
 
     def close(self) -> None:

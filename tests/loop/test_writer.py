@@ -25,7 +25,7 @@ from gradloc.loop.writer import (
     _decoded,
     bundle_tensors,
     complete_event,
-    events_weights_folder,
+    keep_weights,
 )
 from gradloc.mismatch.verdict import FLOOR
 from gradloc.record import BatchStatistics, Event, Run, Shares, StepCause, Trigger
@@ -407,8 +407,11 @@ def test_a_bundle_is_written_where_it_is_on_the_ranks_sent_one_and_there_is_room
 )
 def test_weights_are_kept_where_that_is_asked_for_and_the_folder_is_not_full(checkpoint, max_gb, is_kept, tmp_path):
     evidence = SimpleNamespace(checkpoint=checkpoint, max_gb=max_gb)
-    found = events_weights_folder(SimpleNamespace(evidence=evidence, root=str(tmp_path)), 7, Ranks())
-    assert (found is not None) == is_kept and (found is None or found.startswith(str(tmp_path)))
+    written = []
+    settings = SimpleNamespace(evidence=evidence, root=str(tmp_path))
+    found = keep_weights(settings, 7, Ranks(), lambda: "weights", lambda *given: written.append(given))
+    assert written == ([(found, "weights")] if is_kept else []) and (found is not None) == is_kept
+    assert found is None or found.startswith(str(tmp_path))
 
 
 # ---- what tokens carry at which engine and trainer differ

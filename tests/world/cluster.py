@@ -5,6 +5,8 @@ import contextlib
 import errno
 import io
 import os
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,8 +20,9 @@ from tests.world.harness import lines_of, local_of, make_batch, make_trainer
 
 def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str, Any]:
     """Save the weights, the disk of one rank maybe full; and read them back with verl's own manager."""
-    from gradloc.adapters.verl_common.watch import save_weights
+    from gradloc.adapters.verl_common.watch import sharded_weights, write_weights
     from gradloc.core.ranks import Ranks
+    from gradloc.loop import writer
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     trainer = make_trainer([f"actor_rollout_ref.actor.strategy={strategy}"], folder)
@@ -31,14 +34,16 @@ def keep_weights(strategy: str, folder: str, full_rank: int | None) -> dict[str,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with mock.patch.object(torch, "save", full if dist.get_rank() == full_rank else save):
-        is_kept = save_weights(module, folder, Ranks())
+        settings = SimpleNamespace(root=folder, evidence=SimpleNamespace(checkpoint="before_step", max_gb=1.0))
+        gather, write = partial(sharded_weights, module), partial(write_weights, module, Ranks())
+        kept = writer.keep_weights(settings, 1, Ranks(), gather, write)
     dist.barrier()
-    found = {"is_kept": is_kept, "shards": sorted(name for name in os.listdir(folder) if name.endswith(".pt"))}
-    if is_kept:
+    found: dict[str, Any] = {"folder": kept, "shards": sorted(path.name for path in Path(folder).rglob("*.pt"))}
+    if kept is not None:
         trainer.update(make_batch())
         found["is_moved"] = trainer.weights_hash() != before
         contents = {"save_contents": ["model"], "load_contents": ["model"]}
-        FSDPCheckpointManager(module, trainer.actor.actor_optimizer, checkpoint_config=contents).load_checkpoint(folder)
+        FSDPCheckpointManager(module, trainer.actor.actor_optimizer, checkpoint_config=contents).load_checkpoint(kept)
         again = make_trainer([f"actor_rollout_ref.actor.strategy={strategy}"], folder)
         pairs = zip(module.parameters(), again.actor.actor_module.parameters(), strict=True)
         found["is_back"] = all(torch.equal(local_of(a), local_of(b)) for a, b in pairs)

@@ -3,14 +3,12 @@
 
 import os
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import trl
 
 from ...checks import require
-from ...core.ranks import PeerFailure, Ranks
 from ...private_api import extended
 from ...watch.analyses import LoopAnalyses
 from .config import check_trl, features_of, health_of, refuse, settings_of, setup_of
@@ -84,15 +82,6 @@ class WatchedTrainer:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._watch is not None and checkpoint is not None:
             self._watch.load(checkpoint)
-
-    def save_whole_model(self, folder: str, ranks: Ranks) -> bool:
-        """Write the weights as one model's folder, from the first process; returns whether it could."""
-        try:
-            state = ranks.run_collective(partial(self.accelerator.get_state_dict, self.model_wrapped))
-            ranks.run_slowly_synced(partial(self._save, folder, state_dict=state) if ranks.is_first else lambda: None)
-        except PeerFailure:
-            return False
-        return True
 
 
 class WatchedRewards(WatchedTrainer):

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,18 +22,17 @@ from ...health.monitor import Monitor
 from ...health.rules import FROM_TRL
 from ...loop import metrics as step_metrics
 from ...loop.batch import BatchView, Rows, stack_rows
-from ...loop.driver import Driver, sequence_ids
+from ...loop.driver import Driver, Stateful, sequence_ids
 from ...loop.messages import Policy
-from ...loop.writer import events_weights_folder
+from ...loop.writer import keep_weights
 from ...record import Run
 from ...record.origin import with_origin
-from ...record.store import load_states, save_states
 from ...reweighting.config import LoptiConfig
 from ...watch.watch import Watch
 from .step import OF_PROMPT, TrlStep, mask_of
 
 
-class TrainerWatch(Watch):
+class TrainerWatch(Watch, Stateful):
     """Looks into the steps of a TRL trainer that is ready to train, for spikes, for its health, or for both."""
 
     lopti: LoptiConfig | None = None
@@ -124,15 +124,9 @@ class TrainerWatch(Watch):
         steps, self._unlogged = self._unlogged, []
         return step_metrics.joined(steps) if steps else {}
 
-    def save(self, folder: str) -> None:
-        """Save what was learned next to a checkpoint."""
-        if save_states(self._stateful, folder):
-            self._remember(folder)
-
-    def load(self, folder: str) -> None:
-        """Load what was learned from the checkpoint that the run resumes from."""
-        load_states(self._stateful, folder)
-        self._remember(folder)
+    @property
+    def parts(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"spikes": self.driver, "health": self.monitor}
 
     # ---- inside
 
@@ -145,17 +139,7 @@ class TrainerWatch(Watch):
         model = getattr(trainer.model.config, "_name_or_path", None)
         project, name = os.environ.get("WANDB_PROJECT", "trl"), args.run_name or os.path.basename(args.output_dir)
         run = with_origin(Run(project, name, model=model, **group_of(args)), trained, "trl")
-        print(f"gradloc: on ({settings.action.mode}); events go to {settings.root}", flush=True)
         return Driver(settings, tokenizer=trainer._tokenizer, run=run, trained=trained)
-
-    @property
-    def _stateful(self) -> dict[str, Any]:
-        parts = {"spikes": self.driver, "health": self.monitor}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def _remember(self, folder: str) -> None:
-        if self.driver is not None:
-            self.driver.writer.last_checkpoint = os.path.abspath(folder)
 
     def _judge(self, norm: Any, metrics: dict[str, float]) -> None:
         """Judge the step's health, and add to its metrics; the rules use verl's names."""
@@ -171,8 +155,15 @@ class TrainerWatch(Watch):
     # ---- what the localizer asks of the trainer
 
     def save_weights(self, global_step: int) -> str | None:
-        folder = events_weights_folder(self.settings, global_step, self.ranks)
-        return folder if folder is not None and self.trainer.save_whole_model(folder, self.ranks) else None
+        trainer = self.trainer
+
+        def write(folder: str, state: Any) -> None:
+            """Write the weights as one model's folder, on the first process."""
+            if self.ranks.is_first:
+                trainer._save(folder, state_dict=state)
+
+        gather = partial(trainer.accelerator.get_state_dict, trainer.model_wrapped)
+        return keep_weights(self.settings, global_step, self.ranks, gather, write)
 
 
 def group_of(args: Any) -> dict[str, Any]:

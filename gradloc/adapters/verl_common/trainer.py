@@ -14,11 +14,10 @@ from ...config import GradLocConfig, settings_in
 from ...core.step import Groups
 from ...health.monitor import Monitor
 from ...loop.batch import BatchView
-from ...loop.driver import Driver
+from ...loop.driver import Driver, Stateful
 from ...loop.messages import Policy, RankReport
 from ...record import Run
 from ...record.origin import with_origin
-from ...record.store import load_states, save_states
 from ...reweighting import LoptiConfig
 from ...reweighting.advantages import kept_share, reweight
 from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
@@ -192,7 +191,7 @@ class Checkpointed:
         self.gradloc.save(os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}"))
 
 
-class TrainerFeatures:
+class TrainerFeatures(Stateful):
     """The features that are on; their states are in one file in each checkpoint's folder."""
 
     spikes: VerlDriver | None = None
@@ -225,8 +224,7 @@ class TrainerFeatures:
         if self.settings.critic != "off":
             self.critic = build_driver(config, self.settings, tokenizer, "critic")
         for driver in self.drivers:
-            mode, root = driver.settings.action.mode, driver.writer.store.root
-            print(f"gradloc: on for the {driver.model} ({mode}); events go to {root}", flush=True)
+            driver.print_start(f" for the {driver.model}")
 
     @property
     def drivers(self) -> list[VerlDriver]:
@@ -330,23 +328,11 @@ class TrainerFeatures:
                 self.save(self._checkpoint)
         self._checkpoint = None
 
-    def save(self, folder: str) -> None:
-        """Save the parts' states in a checkpoint's folder."""
-        if save_states(self._stateful, folder):
-            self._checkpoint = folder
-            self._remember(folder)
-
-    def load(self, folder: str) -> None:
-        """Load the states of a checkpoint; a part that it does not hold starts anew."""
-        self._remember(folder)
-        load_states(self._stateful, folder)
+    def save(self, folder: str) -> bool:
+        is_saved = super().save(folder)
+        self._checkpoint = folder if is_saved else self._checkpoint
+        return is_saved
 
     @property
-    def _stateful(self) -> dict[str, Any]:
-        """The parts that have a state, by their name in the state file."""
-        parts = {"spikes": self.spikes, "critic": self.critic, "stabilizers": self.stabilizers, "health": self.monitor}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def _remember(self, folder: str) -> None:
-        for driver in self.drivers:
-            driver.writer.last_checkpoint = os.path.abspath(folder)
+    def parts(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"spikes": self.spikes, "critic": self.critic, "stabilizers": self.stabilizers, "health": self.monitor}

@@ -3,10 +3,10 @@
 
 import contextlib
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,14 +19,12 @@ from torch.distributed.tensor import DTensor
 from verl import DataProto
 
 from ...core.gradients import GradientSpace
-from ...core.ranks import PeerFailure, Ranks
+from ...core.ranks import Ranks
 from ...loop.localizer import Localizer
 from ...loop.messages import Policy, RankReport
-from ...loop.writer import events_weights_folder
+from ...loop.writer import keep_weights
 from ...private_api import replaced
 from ...stabilize.stabilizer import Stabilizer
-
-logger = logging.getLogger(__name__)
 
 
 class ActorWatch:
@@ -112,8 +110,8 @@ class ActorWatch:
         return self.stabilizer.measure() if self._only_measures else self.clip_by_verl()
 
     def save_weights(self, global_step: int) -> str | None:
-        folder = events_weights_folder(self.settings, global_step, self.ranks)
-        return folder if folder is not None and save_weights(self.module, folder, self.ranks) else None
+        gather, write = partial(sharded_weights, self.module), partial(write_weights, self.module, self.ranks)
+        return keep_weights(self.settings, global_step, self.ranks, gather, write)
 
     @property
     def _only_measures(self) -> bool:
@@ -144,41 +142,28 @@ class Clipping:
             yield
 
 
-def save_weights(module: torch.nn.Module, folder: str, ranks: Ranks) -> bool:
+def sharded_weights(module: torch.nn.Module) -> dict[str, Any]:
+    """Return this rank's shards of FSDP's weights; all ranks call this together."""
+    settings = ShardedStateDictConfig(offload_to_cpu=next(module.parameters()).device.type != "cpu")
+    kind = FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, settings)
+    with kind if isinstance(module, FSDP1) else contextlib.nullcontext():
+        return module.state_dict()
+
+
+def write_weights(module: torch.nn.Module, ranks: Ranks, folder: str, state: dict[str, Any]) -> None:
     """Write this rank's shards, and on the first process the files by which verl's readers join them.
 
     verl's own writer ends in a barrier, where every rank would wait for one whose disk is full. So its files for
-    ``save_contents=[model]`` are written here, and ranks wait only to learn whether all have written. They call this
-    together; each node writes to its own file system, as with verl's checkpoints.
-
-    Returns:
-        Whether every rank has written; where one has not, the others delete their files.
+    ``save_contents=[model]`` are written here; each node writes to its own file system, as with verl's checkpoints.
     """
-    size, rank = ranks.num_processes, torch.distributed.get_rank()
-    path = os.path.join(folder, f"model_world_size_{size}_rank_{rank}.pt")
-    version = 1 if isinstance(module, FSDP1) else 2
-
-    def write() -> None:
-        os.makedirs(folder, exist_ok=True)
-        torch.save(state, path)
-        if ranks.is_first:
-            unwrapped: Any = module._fsdp_wrapped_module if version == 1 else module
-            unwrapped.config.save_pretrained(os.path.join(folder, "huggingface"))
-            with open(os.path.join(folder, "fsdp_config.json"), "w", encoding="utf-8") as file:
-                json.dump({"FSDP_version": version, "world_size": size}, file)
-
-    settings = ShardedStateDictConfig(offload_to_cpu=next(module.parameters()).device.type != "cpu")
-    kind = FSDP1.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, settings)
-    try:
-        with kind if version == 1 else contextlib.nullcontext():
-            state = ranks.run_collective(module.state_dict)
-        ranks.run_slowly_synced(write)
-    except PeerFailure:
-        logger.exception("gradloc: the weights of this event are not kept: %s could not be written on some rank", path)
-        with contextlib.suppress(OSError):
-            os.remove(path)
-        return False
-    return True
+    size, version = ranks.num_processes, 1 if isinstance(module, FSDP1) else 2
+    os.makedirs(folder, exist_ok=True)
+    torch.save(state, os.path.join(folder, f"model_world_size_{size}_rank_{dist.get_rank()}.pt"))
+    if ranks.is_first:
+        unwrapped: Any = module._fsdp_wrapped_module if version == 1 else module
+        unwrapped.config.save_pretrained(os.path.join(folder, "huggingface"))
+        with open(os.path.join(folder, "fsdp_config.json"), "w", encoding="utf-8") as file:
+            json.dump({"FSDP_version": version, "world_size": size}, file)
 
 
 _KEY = "gradloc_report_"

@@ -3,6 +3,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,17 +15,17 @@ ON = ["actor_rollout_ref.actor.spike_detection=True", "actor_rollout_ref.actor.g
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_the_weights_of_an_event_are_a_checkpoint_of_verls_or_on_no_disk_at_all(world, tmp_path, strategy):
     kept = world.run("cluster.keep_weights", strategy=strategy, folder=str(tmp_path / "kept"), full_rank=None)
-    assert [(found["is_kept"], found["is_moved"], found["is_back"]) for found in kept] == [(True, True, True)] * 2
+    assert [(found["is_moved"], found["is_back"]) for found in kept] == [(True, True)] * 2
     assert kept[0]["shards"] == [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
     model, sharding = (
-        json.loads((tmp_path / "kept" / name).read_text()) for name in ("huggingface/config.json", "fsdp_config.json")
+        json.loads(Path(kept[0]["folder"], name).read_text())
+        for name in ("huggingface/config.json", "fsdp_config.json")
     )
     assert (model["model_type"], model["vocab_size"], sharding["world_size"]) == ("qwen3", VOCABULARY, 2), (
         "what verl's merger reads"
     )
     full = world.run("cluster.keep_weights", strategy=strategy, folder=str(tmp_path / "full"), full_rank=1)
-    assert [found["is_kept"] for found in full] == [False, False]
-    assert full[0]["shards"] == []
+    assert full == [{"folder": None, "shards": []}] * 2
 
 
 def test_a_trainer_that_sends_no_policy_is_told_once_what_to_do(world, dump_dir):
