@@ -369,7 +369,8 @@ class _Table:
         texts.
         """
         is_trained = any(is_training_loss(name) or is_reward(name) for name in self.names)
-        return (is_trained or len(sample) >= _MANY) and all(number(cell) is not None for cells in sample for cell in cells if cell.strip())
+        cells = (cell for cells in sample for cell in cells if cell.strip())
+        return (is_trained or len(sample) >= _MANY) and all(number(cell) is not None for cell in cells)
 
     def _columns_by_run(self) -> dict[str, dict[int, str]]:
         """Return by run, the places of its metrics and their names."""

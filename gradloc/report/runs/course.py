@@ -76,6 +76,8 @@ def _jumped(known: Points) -> str:
     back = next((at for at, value in known[jump.at + 1 :] if value <= 1.2 * was), None)
     end = "is not back at the end" if back is None else f"was back at step {back}"
     times = f"{number(top / was, 2)} times the values before it"
+    if not jump.is_odd and (level := _level_since(known)):
+        return level  # such jumps are its noise
     return f"; its largest jump, to {number(top, 3)} at step {step}, {times}, {end}."
 
 
@@ -142,9 +144,10 @@ def _level_since(known: Points) -> str:
         rest, third = values[begin:], (len(values) - begin) // 3
         if third < NEAR:
             return ""
-        level, end = median(rest[:third]), median(rest[-third:])
+        level, middle, end = median(rest[:third]), median(rest[third:-third]), median(rest[-third:])
         scatter = median(abs(value - level) for value in rest[:third]) / math.sqrt(third)
-        if abs(end - level) < max(2 * scatter, abs(level) / 100) and median(values[:3]) - level > abs(level) / 20:
+        moved = max(abs(end - level), abs(middle - level))
+        if moved < max(2 * scatter, abs(level) / 100) and median(values[:3]) - level > abs(level) / 20:
             return (
                 f", and has been level since about step {known[begin][0]}: {number(level, 3)}, then {number(end, 3)}."
             )
