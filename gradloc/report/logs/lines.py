@@ -55,16 +55,17 @@ _SPELLINGS = (
     (("{‘",), re.compile("[‘’]"), "'"),  # as word processors and forums write it
     (("{“", "{'“"), re.compile("[“”]"), '"'),
     (("|g", "∇", "‖"), SYMBOL, "grad_norm"),
-    # Cost after iteration 100: 0.64
+    # Cost after iteration 100: 0.64, Loss at epoch 2 and iteration 500 is 0.25
     (
         (" at ", " after ", " for ", " in "),
         re.compile(
-            r"\b((?:[a-z]+ )?(?:loss|cost|norm)) (?:at|after|for|in) (step|iteration|batch|epoch) +(\d{1,12})"
-            r"(?: *[:=]| is\b)",
+            r"\b((?:[a-z]+ )?(?:loss|cost|norm)) (?:at|after|for|in) ((?:step|iteration|batch|epoch) +\d{1,12}"
+            r"(?:,? and (?:step|iteration|batch) +\d{1,12})?)(?: *[:=]| is\b)",
             re.IGNORECASE,
         ),
-        r"\2 \3 \1:",
+        r"\2 \1:",
     ),
+    ((": ",), re.compile(r"\b(idx|index|i|it): ?(\d{1,12})(?=loss)"), r"step \2 "),
     (("[epoch", "[step", "[iter"), re.compile(r"(?<=\[)(epoch|step|iter)(?=\d{1,12}\])"), r"\1 "),
     (("[Train ",), re.compile(r"\[Train (\d{1,12}/\d{1,12})\]"), r"step \1:"),
     # Deeplearning4j's loss

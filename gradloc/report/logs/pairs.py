@@ -123,7 +123,9 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
             name = name.rpartition("(")[2]
         elif name.count("(") < name.count(")"):  # behind the value before it, as 0.5 (nan)
             name = name.partition(")")[2]
-        if not _PLACE.fullmatch(f"{name}:{value}") and (name := _BEFORE.sub("", name.strip(" |,-("))):
+        is_place = _PLACE.fullmatch(f"{name}:{value}")
+        name = _BEFORE.sub("", name.strip(" |,-(").removesuffix(" is"))
+        if name and not is_place:
             made[intern(subject[1] + " " + name if subject and name in _STATISTICS else name)] = as_float(value)
     return made | norms
 

@@ -12,6 +12,8 @@ from .levels import NEAR, climb, peak, scaled
 
 Points = Sequence[tuple[int, float]]
 """Steps and finite values."""
+_LONG = 40
+"""Values from which the last may be far off the others near it."""
 _SHORT = 30
 """Values below which a little is not worth a word."""
 
@@ -32,9 +34,17 @@ def fell_on(known: Points) -> bool:
     return len(known) >= NEAR and falls >= 0.8 * (len(known) - 1)
 
 
+def end_of(known: Points) -> float | None:
+    """Return the median of the last values where the very last is far off it; None where it is not."""
+    if len(known) < _LONG:
+        return None
+    level, end = median(value for _, value in known[-max(len(known) // 20, 5) :]), known[-1][1]
+    return level if abs(level - end) > abs(level) / 10 else None
+
+
 def _went_on(known: Points) -> str:
     """Say how far values that show nothing else went."""
-    begin, end = known[0][1], median(value for _, value in known[-3:])
+    begin, end = known[0][1], end_of(known) or known[-1][1]
     share = ""
     if min(begin, end) > 0:
         share = f": {number(100 * abs(end / begin - 1), 2)} % {'lower' if end < begin else 'higher'}"

@@ -16,7 +16,7 @@ from ...health.rules import SCORES
 from ..logs.names import is_gan_loss, is_norm
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
-from .course import course, fell_on, past_its_best
+from .course import course, end_of, fell_on, past_its_best
 from .effects import begin_of, effects_of, fall_meanwhile, loss_at
 from .findings import findings, lost_loss, minor_skips
 from .health import LOSSES, TOO_SHORT
@@ -193,8 +193,7 @@ def _course(run: LoggedRun) -> str:
         return f"{name} is {number(values[0][1], 3)}{in_all}." if values else ""
     (first, begin), (last, end) = values[0], values[-1]
     went = f"{name} went from {number(begin, 3)} at step {first} to {number(end, 3)} at step {last}"
-    level = median(value for _, value in values[-max(len(values) // 20, 5) :])
-    if len(values) >= 40 and abs(level - end) > abs(level) / 10:  # the last one is far off its neighbours
+    if (level := end_of(values)) is not None:
         went += f" ({number(level, 3)} in the median of the last ones)"
     if not loss_of(run.metrics)[1] and run.metrics.first(SCORES):
         return went + (past_its_best([(step, -value) for step, value in values], "highest") or ".")
