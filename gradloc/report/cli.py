@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..explain.text import capitalized, one_line
@@ -91,8 +92,21 @@ def _parse(name: str, module: Any, words: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    args, unknown = parser.parse_known_args(words)
+    # paths may be between options, which the intermixed form reads; it does not know what -- means
+    parse = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
+    args, unknown = parse(words)
+    paths = [action for action in parser._get_positional_actions() if action.type is Path]
+    for path in (each for action in paths for each in _listed(getattr(args, action.dest))):
+        if str(path) in COMMANDS and not path.exists():
+            raise ReportError(f"{path} is a subcommand, which is given once and first: see gradloc {path} --help.")
+    if unknown and not unknown[0].startswith("-"):
+        takes = " ".join(str(action.metavar) for action in parser._get_positional_actions())
+        raise ReportError(f"{name} takes {takes} alone, found {unknown[0]} as well: quote a path that has blanks.")
     if unknown:
         guess = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions) or "."
         raise ReportError(f"{name} does not take {unknown[0]}{guess}")
     return args
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -132,7 +132,9 @@ def test_a_file_is_guessed_by_its_name_and_not_by_an_ending_that_all_have(tmp_pa
         ("heath run", "heath does not exist: did you mean health?"),
         ("run --metrcs x", "report does not take --metrcs: did you mean --metrics?"),
         ("show run --fromat=md", "report does not take --fromat=md: did you mean --format?"),
-        ("compare run run run", "compare does not take run."),
+        ("compare run run run", "compare takes RUN_A RUN_B alone, found run as well: quote a path that has blanks."),
+        ("--json health run", "health is a subcommand, which is given once and first: see gradloc health --help."),
+        ("health report run", "report is a subcommand, which is given once and first"),
         ("watch run --serve --port 99999", "--port must be from 0 to 65535, found 99999."),
         ("run --format jsn", "invalid choice: 'jsn'"),
         ("compare run", "the following arguments are required: RUN_B; see gradloc compare --help."),
@@ -160,6 +162,27 @@ def test_what_cannot_be_done_is_refused_in_one_line_with_a_guess(folder, monkeyp
     words = words.replace("MEANS", str(REPO / "examples" / "demo"))
     given = ["" if word == "EMPTY" else word for word in words.replace("HERE", here).split()]
     assert said.replace("HERE", here) in refused(*given)
+
+
+def test_paths_may_be_between_options_and_begin_with_a_hyphen(folder, shown, monkeypatch):
+    assert "largest" in shown("compare", folder, "--format", "md", folder)
+    monkeypatch.chdir(folder)
+    (folder / "metrics.jsonl").rename(folder / "-a.jsonl")
+    assert json.loads(shown("--json", "--", "-a.jsonl"))["run"] == "-a.jsonl"
+
+
+@pytest.mark.parametrize("columns", [0, 1])
+@pytest.mark.parametrize("words", ["report", "health", "cure", "watch --once", "trigger", "compare {}"])
+def test_a_terminal_without_a_width_is_printed_to_as_one_of_eighty_columns(folder, shown, words, columns):
+    words = [*words.format(folder).split(), folder]
+    assert shown(*words, columns=columns) == shown(*words, columns=80) != ""
+
+
+def test_health_fits_its_terminal_and_fills_no_line_with_blanks(folder, shown):
+    lines = shown("health", folder, columns=50).splitlines()
+    (strip,) = (line for line in lines if line.startswith("step "))
+    assert "·" in strip and max(map(len, lines)) <= 50
+    assert max(map(len, shown("health", folder, columns=5000).splitlines())) < 1000
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "replay", "patch"])

@@ -129,7 +129,7 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
         if diagnosis.command:
             console.print(f"    {one_line(diagnosis.command)}", style="cyan", soft_wrap=True)
     if not health.is_too_short:
-        console.print(_strip(health))
+        console.print(_strip(health, console.width))
     _print_findings(console, health, folder)
     unwell = {verdict.step for verdict in health.verdicts if verdict.reasons}
     if spikes := unwell & {row.step for row in folder.events.rows}:
@@ -157,27 +157,33 @@ def _print_findings(console: Console, health: RunHealth, folder: RunFolder) -> N
             when = f"{when}; danger first at step {finding.worst_step}" if is_danger else f"warning {when}"
         when = in_unit(when, health.unit)
         console.print(Text.assemble((f"{mark} {finding.worst.name}", style), f"  {when}"))
-        console.print(Padding(finding.worst.sentence, (0, 0, 0, 2)))
+        console.print(_indented(finding.worst.sentence, 2))
         advice = folder.advice(finding.worst, finding.worst_step)
         fresh = [(do, line) for do, line in advice if (line or do) not in printed]
         for do, line in fresh:
             printed.add(line or do)
-            console.print(Padding(f"- {do}", (0, 0, 0, 2)))
+            console.print(_indented(f"- {do}", 2))
             if line:
-                console.print(Padding(Text(line, style="cyan"), (0, 0, 0, 6)))
+                console.print(_indented(Text(line, style="cyan"), 6))
         if len(fresh) < len(advice):
             also = "and what is listed above" if fresh else "the same as above"
-            console.print(Padding(f"- {also}", (0, 0, 0, 2)))
+            console.print(_indented(f"- {also}", 2))
 
 
-def _strip(health: RunHealth) -> Text:
+def _indented(text: str | Text, blanks: int) -> Padding:
+    return Padding(text, (0, 0, 0, blanks), expand=False)  # else blanks fill each line to its end
+
+
+def _strip(health: RunHealth, columns: int) -> Text:
     """Draw the states as a strip of marks; each line begins with its first step."""
-    steps_per_mark = math.ceil(len(health.verdicts) / (STRIP_WIDTH * STRIP_LINES))
-    steps_per_line = STRIP_WIDTH * steps_per_mark
+    heads = [f"{health.unit} {verdict.step:>6}  " for verdict in health.verdicts]
+    width = max(min(STRIP_WIDTH, columns - max(map(len, heads))), 1)
+    steps_per_mark = math.ceil(len(health.verdicts) / (width * STRIP_LINES))
+    steps_per_line = width * steps_per_mark
     text = Text()
     for start in range(0, len(health.verdicts), steps_per_line):
         line = health.verdicts[start : start + steps_per_line]
-        text.append(f"{health.unit} {line[0].step:>6}  ", style="dim")
+        text.append(heads[start], style="dim")
         for first in range(0, len(line), steps_per_mark):
             worst = max(line[first : first + steps_per_mark], key=lambda verdict: STATES.index(verdict.state))
             is_after = worst.state == STATES[0] and health.begin is not None and worst.step >= health.begin

@@ -30,6 +30,8 @@ from .document import Table as Cells
 
 HEIGHT = 12
 """Height of the curve, lines."""
+NARROWEST, DEFAULT_WIDTH = 20, 80
+"""Columns below which a terminal's width is not believed, and those that it then gets."""
 EVENTS = 30
 """Most events in the summary, the last ones."""
 CULPRITS = 8
@@ -57,7 +59,10 @@ class _Printable(Console):
 
 def console(**options) -> Console:
     """Make a console that prints text unchanged: no markup, no highlighting."""
-    return _Printable(highlight=False, markup=False, emoji=False, **options)
+    made = _Printable(highlight=False, markup=False, emoji=False, **options)
+    if made.width < NARROWEST:  # COLUMNS=0, or a terminal without a size, would show nothing
+        made.width = DEFAULT_WIDTH
+    return made
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], gap: int = 2) -> Table:
