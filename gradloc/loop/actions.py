@@ -9,25 +9,13 @@ they become ``skip``.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from ..core.selection import Token
 from ..record import Action, Certificate
 from ..trigger import Spike
 
 _SEARCHED = ("mask", "heal")
-
-
-class ActionLimits(Protocol):
-    """The config's ``gradloc.action``."""
-
-    mode: str
-    """One of ``ACTIONS``."""
-    max_masked_tokens: int
-    max_masked_share: float
-    """Fraction of the mini-batch's tokens, in (0, 1]."""
-    max_searches_per_step: int | None
-    """Searches per update of the actor; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +32,7 @@ class Outcome:
 
 
 def decide(
-    limits: ActionLimits,
+    limits: Any,
     spike: Spike,
     certificate: Certificate,
     tokens: Sequence[Token],
@@ -57,7 +45,7 @@ def decide(
     limits allow. An ``undecided`` verdict is masked if the norm itself, as measured, is under the threshold.
 
     Args:
-        limits: the action that was asked for, and how much it may mask.
+        limits: the settings ``gradloc.action``, see :class:`~..config.ActionConfig`.
         spike: why the step was searched; a rehearsal (``forced``) never changes the step.
         certificate: the norm without the culprits.
         tokens: all tokens of all culprits.
@@ -93,11 +81,11 @@ def decide(
     return act("mask", "the step is taken without the culprits")
 
 
-def decide_without_search(limits: ActionLimits, spike: Spike, num_searches: int) -> Action | None:
+def decide_without_search(limits: Any, spike: Spike, num_searches: int) -> Action | None:
     """Choose the action on a spike that no event will be written of; None if that takes a search, as for ``mask``.
 
     Args:
-        limits: the action that was asked for.
+        limits: the settings ``gradloc.action``.
         spike: the spike.
         num_searches: searches of this update so far.
     """
