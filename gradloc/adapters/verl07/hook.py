@@ -26,7 +26,7 @@ from ...keys import POLICY_KEY, ROW_KEY
 from ...loop.messages import Policy
 from ...private_api import extended, replaced
 from ...reweighting.stages import STAGE_MASK_KEY
-from ..verl_common.watch import ActorWatch, Clipping, answer
+from ..verl_common.watch import ActorWatch, Clipping
 from .step import ActorStep, AnalysedActorStep, CriticStep
 
 logger = logging.getLogger(__name__)
@@ -221,13 +221,3 @@ def watch_critic(worker: Any) -> DataProto:
     """Put the mixin before the critic; runs in each ``CriticWorker``."""
     worker.critic.__class__ = extended(type(worker.critic), WatchedCritic)
     return DataProto()
-
-
-def report_of_actor(worker: Any) -> DataProto:
-    """Report on the actor's last update; runs in each ``ActorRolloutRefWorker``."""
-    return answer(worker.actor.gradloc.report())
-
-
-def report_of_critic(worker: Any) -> DataProto:
-    """Report on the critic's last update; runs in each ``CriticWorker``."""
-    return answer(worker.critic._watch.report())

@@ -23,10 +23,10 @@ from ...reweighting.stages import STAGE_MASK_KEY
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.requirements import asked_of
 from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate
-from .hook import ASKED_KEY, RECORD_KEY, report_of_actor, report_of_critic, watch_actor, watch_critic
+from .hook import ASKED_KEY, RECORD_KEY, watch_actor, watch_critic
 
-_ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
-_CRITIC = Workers("critic_wg", "critic", report_of_critic, watch_critic)
+_ACTOR = Workers("actor_rollout_wg", "actor", "actor.gradloc.report", watch_actor)
+_CRITIC = Workers("critic_wg", "critic", "critic._watch.report", watch_critic)
 
 
 def build_trainer_hook(trainer: Any) -> "TrainerHook":

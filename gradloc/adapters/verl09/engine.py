@@ -21,7 +21,7 @@ from ...keys import POLICY_KEY
 from ...loop.messages import Policy, RankReport
 from ...private_api import extended
 from ...stabilize.ratio_clip import TokenWeigher
-from ..verl_common.watch import ActorWatch, Clipping, answer
+from ..verl_common.watch import ActorWatch, Clipping
 from .step import AnalysedEngineStep, EngineCriticStep, EngineStep, reset_offloading, with_token_weights, within_stage
 
 CLIPPING = Clipping(transformer_impl)
@@ -192,16 +192,6 @@ def watch_critic(worker: Any) -> DataProto:
     return DataProto()
 
 
-def report_of_actor(worker: Any) -> DataProto:
-    """Report on the actor's last update; runs in each ``ActorRolloutRefWorker``."""
-    return report_of_model(worker.actor)
-
-
-def report_of_model(worker: Any) -> DataProto:
-    """Report on a model's last update; runs in each ``TrainingWorker``."""
-    return answer(worker.engine._watch.report())
-
-
 ASKED_KEY = "gradloc_analysis"
 """Key of a batch's meta info, of an :class:`AnalysisRequest`."""
 
@@ -227,8 +217,3 @@ def analyse(engine: Any, data: Any, loss_function: Any, request: dict[str, Any])
         return Analysed(step, step.label, space, ranks, engine.optimizer, clip, limit)
 
     return measure(make, space, request)
-
-
-def record_of_actor(worker: Any) -> DataProto:
-    """Answer with the last analysis' measurements; runs in each of the actor's workers."""
-    return answer(worker.actor.engine.analysis_record)

@@ -35,23 +35,15 @@ from ...record.columns import ACTOR, STORED
 from ..verl_common.analyses import FILLER, VerlAnalyses, drawn_prompts, hand_over, prepared_by, twin_of
 from ..verl_common.requirements import REWEIGHTING, asked_of, tables_for
 from ..verl_common.trainer import Checkpointed, TrainerFeatures, Workers, WorkersUpdate
-from ..verl_common.watch import reports_of
+from ..verl_common.watch import answers_of
 from .config import check_verl
-from .engine import (
-    ASKED_KEY,
-    AnalysisRequest,
-    record_of_actor,
-    report_of_actor,
-    report_of_model,
-    watch_actor,
-    watch_critic,
-)
+from .engine import ASKED_KEY, AnalysisRequest, watch_actor, watch_critic
 from .step import padded
 
 logger = logging.getLogger(__name__)
 
-_ACTOR = Workers("actor_rollout_wg", "actor", report_of_actor, watch_actor)
-_CRITIC = Workers("critic_wg", "train", report_of_model, watch_critic)
+_ACTOR = Workers("actor_rollout_wg", "actor", "actor.engine._watch.report", watch_actor)
+_CRITIC = Workers("critic_wg", "train", "engine._watch.report", watch_critic)
 
 
 class QueueUpdate(WorkersUpdate):
@@ -138,7 +130,7 @@ class V1TrainerAnalyses(VerlAnalyses):
         whole.extra_info |= {"compute_loss": True, "calculate_entropy": False, "temperature": self._temperature}
         whole.extra_info[ASKED_KEY] = AnalysisRequest(dict(request), self.settings)
         update.group.compute_log_prob(whole)
-        return reports_of(update.group, record_of_actor)
+        return answers_of(update.group, "actor.engine.analysis_record")
 
     @staticmethod
     def prepare(trainer: Any, num_groups: int, group_size: int, seed: int) -> Any:

@@ -24,7 +24,7 @@ from ...reweighting.stages import STAGE_MASK_KEY, Stage, update_in_stages
 from ...stabilize.memory import StabilizerMemory, build_memory
 from .losses import advantage_groups, estimator_of
 from .requirements import RequestedFeatures, health_in, refused_cures
-from .watch import reports_of
+from .watch import answers_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +112,14 @@ def _critic_settings(settings: Any) -> Any:
 
 
 class Workers(NamedTuple):
-    """Workers of a model: the trainer's attribute, their mesh, and the functions that run in each."""
+    """Workers of a model: the trainer's attribute, and their mesh."""
 
     group: str
     mesh: str
-    report: Callable[[Any], Any]
-    """Runs after an update."""
+    report: str
+    """Path in each worker of the method that reports on the last update."""
     watch: Callable[[Any], Any]
-    """Runs before the first update."""
+    """Runs in each worker before the first update."""
 
 
 class WorkersUpdate:
@@ -284,7 +284,7 @@ class TrainerFeatures(Stateful):
         learned = None if memory is None else memory.to_send
         policy = replace(policy, stage=stage or None, learned=learned, keeps_lr_schedule=keeps_lr_schedule)
         metrics = update.run(policy)
-        reports: list[RankReport] = reports_of(update.group, update.workers.report)
+        reports: list[RankReport] = answers_of(update.group, update.workers.report)
         if memory is not None:
             memory.after_update(reports[0].learned)
             for name in reports[0].metrics:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -169,13 +170,15 @@ def write_weights(module: torch.nn.Module, ranks: Ranks, folder: str, state: dic
 _KEY = "gradloc_report_"
 
 
-def reports_of(group: Any, ask: Callable[[Any], DataProto]) -> list[Any]:
-    """Run a plain function in each worker of verl's group; return what they :func:`answer`, in the processes' order."""
+def answers_of(group: Any, path: str) -> list[Any]:
+    """Return the value at this path of each worker in verl's group, or what a method there returns, in the processes'
+    order."""
+
+    def ask(worker: Any) -> DataProto:
+        found = attrgetter(path)(worker)
+        # under the process' own key: of several answers with the same key verl keeps one
+        return DataProto(meta_info={f"{_KEY}{dist.get_rank()}": found() if callable(found) else found})
+
     answers = group.execute_with_func_generator(ask).meta_info
     by_process = {int(key.removeprefix(_KEY)): value for key, value in answers.items() if key.startswith(_KEY)}
     return [by_process[process] for process in sorted(by_process)]
-
-
-def answer(value: Any) -> DataProto:
-    """Return this process' answer under its own key: of several answers with the same key verl keeps one."""
-    return DataProto(meta_info={f"{_KEY}{dist.get_rank()}": value})

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from gradloc.loop.messages import RankReport
 from tests.world import DEVICE, SHARDING
 from tests.world.configs import config_of
 from tests.world.harness import (
@@ -138,8 +139,8 @@ class Trainer:
     def ask(self, ask: Any) -> Any:
         """Run a function on every worker; return the answer of verl's worker group."""
         answer = asked(self.worker, ask)
-        if ask.__name__.startswith("report"):
-            self.reports = sorted(answer.meta_info.values(), key=lambda report: report.process)
+        reports = [each for each in answer.meta_info.values() if isinstance(each, RankReport)]
+        self.reports = sorted(reports, key=lambda report: report.process) or self.reports
         return answer
 
     def _dealt_out(self, meta: Any) -> Any:
