@@ -25,7 +25,7 @@ class Features:
 
     def analyze(self, batch: Any) -> dict[str, Any]:
         """Return the worker's answer to a request for an analysis."""
-        from gradloc.adapters.verl09.engine import ASKED_KEY, AnalysisRequest, record_of_actor, watch_actor
+        from gradloc.adapters.verl09.engine import ASKED_KEY, AnalysisRequest, watch_actor
         from gradloc.config import GradLocConfig
         from verl.utils import tensordict_utils as tu
 
@@ -36,8 +36,7 @@ class Features:
         asked = {ASKED_KEY: AnalysisRequest(request, GradLocConfig())}
         tu.assign_non_tensor(data, temperature=1.0, compute_loss=True, calculate_entropy=False, **asked)
         self.worker.compute_log_prob(data)
-        (record,) = record_of_actor(self.worker).meta_info.values()
-        return record
+        return self.worker.actor.engine.analysis_record
 
     def broken_loss(self, broken: Callable) -> AbstractContextManager[Any]:
         """While this is the loss."""
