@@ -93,10 +93,10 @@ def fit(
     labels: torch.Tensor,
     pulls: torch.Tensor,
     tolerance: float,
-    neighbours: torch.Tensor | None = None,
-    further: torch.Tensor | None = None,
+    neighbours: torch.Tensor,
+    further: torch.Tensor | None,
 ) -> Fit:
-    """Recover the parts of a loss from dL/dh. Runs without a graph, some positions at a time.
+    """Recover the parts of a loss from dL/dh. Runs without a graph; takes the memory of a few times N x V numbers.
 
     The fewest parts that fit are taken: a log-prob alone, with an entropy, all four, all.
 
@@ -107,27 +107,10 @@ def fit(
         labels: (N,) token ids, as far as they are known: where they do not fit, the token that does is found.
         pulls: (N, H) dL/dh.
         tolerance: residual over the norm of dL/dh at which a position fits.
-        neighbours: (N, 2) other tokens whose log-probs are wanted; None: the labels'.
+        neighbours: (N, 2) other tokens whose log-probs are wanted.
         further: (E, H) rows of heads with few outputs, whose dL/dz are the parts from the fifth on; None without any.
     """
-    found = []
-    for at in chunks(len(hidden), len(weight)):
-        others = labels[at, None] if neighbours is None else neighbours[at]
-        found.append(_fit(hidden[at], weight, bias, labels[at], pulls[at].float(), tolerance, others, further))
-    return Fit(*(torch.cat(each) for each in zip(*found, strict=True)))
-
-
-def _fit(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    pull: torch.Tensor,
-    tolerance: float,
-    neighbours: torch.Tensor,
-    further: torch.Tensor | None,
-) -> Fit:
-    """Fit one part of the positions, see :func:`fit`."""
+    pull = pulls.float()
     logits = precise_linear(hidden, weight, bias)
     log_probs = logits.log_softmax(-1)
     probs = log_probs.exp()

@@ -295,20 +295,27 @@ class TapStep(LoopStep):
                 nothing = _empty_fit(residual)
                 batch.fit = nothing._replace(parts=torch.cat([nothing.parts, parts], 1), residual=residual)
             return
-        weight, bias = head.weight, getattr(head, "bias", None)
+
+        def fitted(at: Any, labels: torch.Tensor, neighbours: torch.Tensor) -> Fit:
+            """Fit these positions."""
+            own = h[at], head.weight, getattr(head, "bias", None), labels[at], grads[at]
+            return fit(*own, tolerance, neighbours[at], further)
+
         loudest = grads.float().norm(dim=-1).nan_to_num().topk(min(_NUM_PROBED, len(grads))).indices
         least: float | None = None
         for labels, start in self._labels(batch):
             flat = labels.reshape(-1)
-            trial = fit(h[loudest], weight, bias, flat[loudest], grads[loudest], tolerance, further=further)
+            trial = fitted(loudest, flat, flat.unsqueeze(1))
             has_moved = trial.labels != flat[loudest]  # a token that fits is found wherever the given one does not
             left = torch.where(has_moved, grads[loudest].float().norm(dim=-1), trial.residual)
             off = float(left.nan_to_num().square().sum())
             if least is None or off < _BETTER * least:
                 least, batch.labels, batch.start = off, labels, start
         assert batch.labels is not None
+        flat = batch.labels.reshape(-1)
         neighbours = torch.stack([batch.labels.roll(by, 1).reshape(-1) for by in (1, -1)], -1)
-        batch.fit = fit(h, weight, bias, batch.labels.reshape(-1), grads, tolerance, neighbours, further)
+        parts = [fitted(at, flat, neighbours) for at in chunks(len(h), len(head.weight))]
+        batch.fit = Fit(*(torch.cat(each) for each in zip(*parts, strict=True)))
         batch.labels = batch.fit.labels.view(rows, width)
 
     def _labels(self, batch: TapMicroBatch) -> list[tuple[torch.Tensor, int]]:

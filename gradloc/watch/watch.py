@@ -256,16 +256,15 @@ class Watch(Notes):
         Raises:
             AbortedBySpike: where a spike is to stop the run.
         """
-        otherwise = torch.zeros(()) if norm is None else norm
-        if self.localizer is None:
-            return otherwise
+        taken = None
         try:
-            return self._handle_step(norm, otherwise)
+            taken = None if self.localizer is None else self._handle_step(norm)
         except AbortedBySpike:
             raise
         except Exception as error:
             self.tap.give_up(error)
-            return otherwise
+        otherwise = torch.zeros(()) if norm is None else norm
+        return otherwise if taken is None else taken
 
     def make_step(self) -> TapStep:
         """Make the step that is about to begin."""
@@ -281,17 +280,17 @@ class Watch(Notes):
         self.localizer.begin_update(None, self.space, are_all_here=False)
         self.localizer.begin_mini_batch(self.step)
 
-    def _handle_step(self, norm: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+    def _handle_step(self, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Get the driver's policy, search and act if the step spikes, and have the driver write the event.
 
         Returns:
-            The norm as :meth:`check_step` does; ``otherwise`` where no rank has a micro-batch.
+            The norm as :meth:`check_step` does; None where no rank has a micro-batch.
         """
         if self.step is not None:
             self.step.take(self.tap.take_done())
         counts = StepCounts.gather(self.step, self.ranks)
         if not any(counts.micro_batches):
-            return otherwise
+            return None
         if self.step is None:  # another rank has micro-batches
             self._begin_step()
         self._num_checked += 1

@@ -73,7 +73,6 @@ class RequestedFeatures(NamedTuple):
     """None while it is off."""
     analyses: tuple[Any, Any, Any] | None
     """Result of :func:`analyses_in`."""
-    health: HealthConfig | None
     features: list[str]
     """Names of the features that are on."""
 
@@ -86,7 +85,7 @@ def asked_of(config: Any, on: Collection[str]) -> RequestedFeatures:
     """
     refuse_unknown_names(config)
     settings, (alpha, lopti) = settings_in(config), reweighting_of(config)
-    analyses, health = analyses_in(config), health_in(config)
+    analyses = analyses_in(config)
     buckets, quartiles, _ = analyses or (None, None, None)
     stabilize = settings.stabilize
     clips_finely = stabilize.layer_clip.rule != "off" and stabilize.layer_clip.group != "layer"
@@ -104,7 +103,7 @@ def asked_of(config: Any, on: Collection[str]) -> RequestedFeatures:
     }
     features = [feature for feature, is_asked in is_on.items() if is_asked]
     check_needs(on, features, config)
-    return RequestedFeatures(settings, alpha, lopti, analyses, health, features)
+    return RequestedFeatures(settings, alpha, lopti, analyses, features)
 
 
 _NAMES = {
