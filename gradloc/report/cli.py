@@ -95,9 +95,12 @@ def _parse(name: str, module: Any, words: list[str]) -> argparse.Namespace:
     # paths may be between options, which the intermixed form reads; it does not know what -- means
     parse = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
     args, unknown = parse(words)
-    paths = [action for action in parser._get_positional_actions() if action.type is Path]
-    for path in (each for action in paths for each in _listed(getattr(args, action.dest))):
-        if str(path) in COMMANDS and not path.exists():
+    places = [action.dest for action in parser._get_positional_actions() if action.type is Path]
+    paths = [str(path) for place in places for path in _listed(getattr(args, place))]
+    if paths.count("-") > 1:
+        raise ReportError(f"- is standard input, which can be read once, found {paths.count('-')} times: name files.")
+    for path in paths:
+        if path in COMMANDS and not Path(path).exists():
             raise ReportError(f"{path} is a subcommand, which is given once and first: see gradloc {path} --help.")
     if unknown and not unknown[0].startswith("-"):
         takes = " ".join(str(action.metavar) for action in parser._get_positional_actions())

@@ -4,7 +4,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,19 +14,31 @@ from ..record.store import plain
 from .errors import ReportError
 
 HTML = (".html", ".htm", "")
+_TYPED = (".html", ".htm", ".svg", ".png", ".pdf", ".json", ".csv", ".md")
+"""Endings that say what a file holds; any other may hold any format."""
+_STANDARD = ("-", "/dev/stdout")
+"""Names of standard output, which what else is printed may share."""
 
 
-def check(path: Path, suffixes: tuple[str, ...] | None = HTML, inputs: Iterable[Path] = ()) -> None:
+def check(path: Path, form: str | None = None, inputs: Iterable[Path] = (), pages: Sequence[str] = HTML) -> None:
     """Raise ReportError where ``path`` cannot be written; called before the work is done.
 
-    ``suffixes`` are those that the command can write; None allows any. None of the ``inputs`` is overwritten.
+    ``form`` is the format asked for, such as ``json``; without one the file is a page, whose endings are ``pages``.
+    None of the ``inputs`` is overwritten.
     """
     if path.is_file() and any(each.exists() and each.samefile(path) for each in inputs):
         raise ReportError(f"{path} is what is to be read: -o names another file to write.")
     kind = path.suffix.lower()
-    if suffixes is not None and kind not in suffixes and not path.is_dir():
+    if form is not None and kind in _TYPED and kind != f".{form}":
+        fit = path.with_suffix(f".{form}")
+        raise ReportError(f"{path} would hold {form}, not {kind}: name {fit}, or ask for no format but a page.")
+    if form is None and kind not in pages and not path.is_dir():
         how = "print it from a browser" if kind == ".pdf" else "see --help for other formats"
         raise ReportError(f"{path} would hold HTML, not {kind}: name {path.with_suffix('.html')}, and {how}.")
+    _check_place(path)
+
+
+def _check_place(path: Path) -> None:
     if path.is_dir():
         raise ReportError(f"{path} is a folder: -o names the file to write, such as {path / 'report.html'}.")
     if path.is_symlink() and path.is_file() and not path.absolute().is_relative_to("/dev"):
@@ -43,7 +55,7 @@ def as_json(document: Any) -> str:
 
 def deliver(path: Path | None, text: str) -> None:
     """Writes the text to a file and prints its path; prints the text where there is no path."""
-    if path is None:
+    if path is None or is_standard(path):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         try:
             sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
@@ -53,6 +65,11 @@ def deliver(path: Path | None, text: str) -> None:
     else:
         write(path, text)
         say(path)
+
+
+def is_standard(path: Path) -> bool:
+    """Return whether ``path`` names standard output."""
+    return str(path) in _STANDARD
 
 
 def silence() -> None:
@@ -67,7 +84,7 @@ def say(text: object, file: TextIO | None = None) -> None:
 
 def write(path: Path, content: str | bytes) -> None:
     """Writes a file whole or not at all, or to a device or pipe; what UTF-8 cannot spell is replaced."""
-    check(path, None)
+    _check_place(path)
     if path.exists() and not path.is_file() or path.absolute().is_relative_to("/dev"):
         path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", errors="replace"))
     else:

@@ -98,6 +98,19 @@ def test_the_demo_s_page_is_as_small_as_the_report_s_page_says():
     assert int(most) / 2 < (REPO / "examples" / "report.html").stat().st_size / 1000 < int(most)
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_a_page_or_a_format_goes_to_standard_output_whole(folder, tmp_path, shown, name):
+    words = [sys.executable, "-m", "gradloc.report", str(folder), "-o", name]
+    for more, begins, ends in (([], "<!DOCTYPE html>", "</html>"), (["--json"], "{\n", "\n}")):
+        with (tmp_path / "out").open("w+", encoding="utf-8") as file:
+            done = subprocess.run([*words, *more], cwd=REPO, stdout=file, stderr=subprocess.PIPE, text=True)
+            written = (tmp_path / "out").read_text(encoding="utf-8")
+        assert (
+            written.startswith(begins) and written.rstrip().endswith(ends) and (done.returncode, done.stderr) == (0, "")
+        )
+    assert not (REPO / "-").exists()
+
+
 def test_notes_go_to_standard_error(folder, capsys):
     path = folder / "gradloc" / "events.jsonl"
     path.write_bytes(path.read_bytes()[:-50])
@@ -147,6 +160,12 @@ def test_a_file_is_guessed_by_its_name_and_not_by_an_ending_that_all_have(tmp_pa
         ("watch run --once --interval inf", "at most a day, found inf."),
         ("watch run --serve --once", "--once prints once and ends, --serve goes on: give one of them."),
         ("run/metrics.jsonl --list", "is a log, and --list names the events that GradLoc wrote: leave it out."),
+        ("compare - -", "- is standard input, which can be read once, found 2 times: name files."),
+        ("run --event nope --json -o a.html", "a.html would hold json, not .html: name a.json"),
+        ("run --format csv -o a.MD", "a.MD would hold csv, not .md: name a.csv"),
+        ("compare run run --json -o a.htm", "a.htm would hold json, not .htm: name a.json"),
+        ("trigger run --json -o a.svg", "a.svg would hold json, not .svg: name a.json"),
+        ("mismatch MEANS --json -o a.html", "a.html would hold json, not .html: name a.json"),
         ("run -o .", "-o names the file to write"),
         ("run -o no/report.html", "Make it with: mkdir -p no"),
         *((f"{name} --json -o run/metrics.jsonl", "is what is to be read") for name in ON_A_LOG),

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output, None if args.format else output.HTML, (args.run_a, args.run_b))
+        output.check(args.output, args.format, (args.run_a, args.run_b))
     runs = [read_run(path, None, args.metric, args.pattern) for path in (args.run_a, args.run_b)]
     comparison = compare(*runs)
     notes = [f"{one_line(str(folder.path))}: {note}" for folder in runs for note in folder.notes]

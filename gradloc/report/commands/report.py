@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         if args.list:
             raise ReportError("--list prints the events' names and nothing else: leave -o out.")
-        output.check(args.output, None if args.format else output.HTML, args.paths)
+        output.check(args.output, args.format, args.paths)
     if len(args.paths) == 1:
         folder = read_run(args.paths[0], args.metrics, args.metric, args.pattern)
     elif args.metrics is not None:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.format or args.output:
         write = exports.FORMATS[args.format] if args.format else page.render
         output.deliver(args.output, write(folder, events))
-        if not args.format:
+        if not args.format and not output.is_standard(args.output):
             output.say(f"Open it in a browser: {args.output.resolve().as_uri()}", sys.stderr)
     elif not folder.events:
         terminal.diagnosis(folder)

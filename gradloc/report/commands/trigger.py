@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output, None, args.metrics)
         if not args.json and args.output.suffix not in (".html", ".svg"):
             raise ReportError(f"{args.output} must end in .html or .svg; for JSON, add --json.")
+        output.check(args.output, "json" if args.json else None, args.metrics, (".html", ".svg"))
     settings = assignments(args.set, "trigger.", "a number, such as --set cap=6", checked)
     runs, notes = _diagnoses(args, settings)
     if args.json:
