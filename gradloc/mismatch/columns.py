@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..explain.text import plural
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 FEW = 200
@@ -116,7 +118,8 @@ def columns(
 
 def _check(made: Columns, is_masked: bool) -> None:
     if len(made) < FEW:
-        given = f"The response mask leaves {len(made)} tokens" if is_masked else f"There are {len(made)} tokens"
+        tokens = plural(len(made), "token")
+        given = f"The response mask leaves {tokens}" if is_masked else f"The columns have {tokens}"
         fix = ", or fix the mask" if is_masked else ""
         raise TooFewTokensError(f"{given}, and a verdict needs {FEW}: give more rows{fix}.")
     for name, column in (("rollout engine", made.rollout), ("trainer", made.trainer)):

@@ -8,6 +8,7 @@ import csv
 import re
 from array import array
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from sys import intern
 from typing import Any, TypeVar
@@ -108,13 +109,13 @@ def _columns(files: list[Path]) -> Columns:
 
 def _table(file: Path) -> dict[str, list[NDArray]]:
     """Return a file's columns by our names, an array for each row."""
+    if not file.stat().st_size:
+        raise MismatchError(f"{file} is empty: name a file with both log-probs of each token.")
     if file.suffix not in READERS:
         raise MismatchError(
             f"{file} is neither a log that can be read nor one of {', '.join(READERS)}: name a file with both "
             "log-probs of each token."
         )
-    if not file.stat().st_size:
-        raise MismatchError(f"{file} is empty.")
     found = READERS[file.suffix](file)
     named = {ours: next((name for name in theirs if name in found), None) for ours, theirs in NAMES.items()}
     table = {ours: found[name] for ours, name in named.items() if name is not None}
@@ -175,7 +176,8 @@ def _made(table: dict[str, list[NDArray]]) -> Columns:
         first.setdefault("prompt", begins)
         if ids is not None:
             first.setdefault("group", [row[:begin].tobytes() for row, begin in zip(ids, begins, strict=True)])
-    return columns(rollout, table["trainer"], masks, ids=ids, **first)
+    is_masked = {"mask", "length", "counts"} & table.keys()
+    return columns(rollout, table["trainer"], masks if is_masked else None, ids=ids, **first)
 
 
 def _json_lines(file: Path) -> Mapping[str, Any]:
@@ -191,7 +193,8 @@ def _csv(file: Path) -> Mapping[str, Any]:
     """Read the columns that are known, number by number: a table's text would take thirty times the memory."""
     csv.field_size_limit(LINE)  # a field may hold a whole text
     with file.open(newline="", encoding="utf-8-sig") as lines:
-        rows = csv.reader(lines)
+        head_line = lines.readline()
+        rows = csv.reader(chain([head_line], lines), delimiter=max(",;\t", key=head_line.count))
         head = [name.strip() for name in next(rows, [])]
         texts = {name: list[str]() for name in head if name in (*NAMES["row"], *NAMES["group"])}
         numbers = {name: array("d") for name in head if name in _NUMBERS}

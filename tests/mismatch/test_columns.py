@@ -14,7 +14,7 @@ B = np.log(np.random.default_rng(0).uniform(0.05, 1, (20, 30)))
     "rollout, trainer, mask, said",
     [
         (B, B[:, 1:], None, r"trainer has 580 values in 20 rows, the rollout's log-probs 600 in 20 \(row 0\)"),
-        (B[:2], B[:2], None, "There are 60 tokens, and a verdict needs 200"),
+        (B[:2], B[:2], None, "The columns have 60 tokens, and a verdict needs 200"),
         (B, B, B > 0, "leaves 0 tokens"),
         (np.exp(B), B, None, "100% of the log-probs of the rollout engine are above 0 .*probabilities"),
         (B, B * np.nan, None, "600 of 600 log-probs of the trainer are not finite"),

@@ -4,6 +4,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -132,6 +134,7 @@ def test_a_gap_in_a_table_is_a_log_prob_that_is_missing(tmp_path):
         ("a.csv", "rollout_log_probs,old_log_probs\n-1,-1,-1\n", "a.csv cannot be read .line 2 has 3 fields"),
         ("a.npz", "no numbers", "a.npz cannot be read"),
         ("a.npz", "", "a.npz is empty"),
+        ("a.txt", "", "a.txt is empty"),
         ("a.npz", "PK\x03\x04" + "\0" * 200, "a.npz cannot be read"),
         ("a.safetensors", "x", "a.safetensors is no safetensors file"),
         ("0.jsonl", '{"input": "a", "output": "b", "score": 0.5, "step": 1}\n', "is verl's rollout dump: text"),
@@ -155,6 +158,39 @@ def test_an_event_that_cannot_be_judged_is_said_to_be_one_and_no_log(tmp_path, r
     (event / "batch.safetensors").unlink()
     said = refused("mismatch", event)
     assert "without a bundle" in said and "is a log" not in said
+
+
+TEN = "-0.5,-0.5\n" * 10
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("nan,-0.5\n" * 300, "a.csv: 300 of 300 log-probs of the rollout engine are not finite"),
+        ("1.5,2.5\n" * 300, "a.csv: 100% of the log-probs of the rollout engine are above 0 (as large as 1.5)"),
+        (TEN * 30 + "-0.5\n" * 30, "a.csv cannot be read (line 302 has 1 fields, the head 2)"),
+        (TEN, "a.csv: The columns have 10 tokens, and a verdict needs 200: give more rows."),
+    ],
+)
+def test_what_is_wrong_with_log_probs_is_said_though_a_log_could_be_read_from_them(tmp_path, refused, rows, said):
+    (tmp_path / "a.csv").write_text("rollout_log_probs,old_log_probs\n" + rows)
+    assert said in refused("mismatch", tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("between", [";", "\t"])
+def test_columns_may_be_apart_by_semicolons_or_tabs(tmp_path, shown, between):
+    comma = table(tmp_path)
+    said = shown("mismatch", comma)
+    comma.write_text(comma.read_text().replace(",", between))
+    assert shown("mismatch", comma) == said
+
+
+def test_of_standard_input_only_a_log_is_read(tmp_path):
+    words = [sys.executable, "-m", "gradloc.report", "mismatch", "-"]
+    done = subprocess.run(
+        words, input="rollout_log_probs,old_log_probs\n", capture_output=True, text=True, cwd=DEMO.parents[1]
+    )
+    assert done.returncode == 2 and done.stderr.startswith("gradloc: standard input is no log that can be read")
 
 
 def test_each_event_of_a_run_is_a_step_and_a_short_one_is_noted(tmp_path, capsys):

@@ -14,7 +14,7 @@ from ...explain.numbers import number, percent
 from ...explain.text import capitalized, first_of, plural
 from ...mismatch import KINDS, Columns, MismatchError, Verdict, judge
 from ...mismatch.columns import TooFewTokensError
-from ...mismatch.files import read
+from ...mismatch.files import NAMES, read
 from ...mismatch.kinds import NUMBERS, REPOSITORIES, SETTINGS
 from ...mismatch.verdict import FLOOR, SMALL_KL
 from .. import output
@@ -36,6 +36,8 @@ examples:
   gradloc mismatch train.log                             a log of means: how much, not why
 """
 
+_PIPED = "standard input is no log that can be read, and log-probs of tokens are read from a file: name one."
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a file or folder with both log-probs of each token")
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None:
-        output.check(args.output, None if args.json else output.HTML, [args.path])
+        output.check(args.output, "json" if args.json else None, [args.path])
     check(args.path)
     if is_event(args.path) and not (args.path / "batch.safetensors").is_file():
         raise ReportError(f"{args.path} was written without a bundle, so its log-probs are not known.")
@@ -61,14 +63,15 @@ def run(args: argparse.Namespace) -> int:
         if is_short and is_event(log):
             log = log.absolute().parents[2]
         means = None if is_event(log) else read_means(log)
-        if means is None or is_short and not means[1]:
-            raise ReportError(str(error)) from None
+        said = str(error) if str(error).startswith(str(args.path)) else f"{args.path}: {error}"
+        if means is None or not means[1] and (is_short or _has_columns(means[0])):
+            raise ReportError(_PIPED if str(args.path) == "-" else said) from None
         if args.step is not None:
             raise ReportError(f"{log} has means alone, of all steps together: leave --step out.") from None
         if args.output is not None and not args.json:
             raise ReportError(f"{log} has means alone, and a page shows tokens: leave -o out, or add --json.") from None
         if is_short:
-            output.say(f"{args.path}: {error}", sys.stderr)
+            output.say(said, sys.stderr)
             output.say("Falling back to the mismatch metrics that the run logged:", sys.stderr)
         deliver_means(*means, args)
         return 0
@@ -83,6 +86,12 @@ def run(args: argparse.Namespace) -> int:
         show(terminal.console(), name, verdict, verdicts)
     terminal.warn(notes)
     return 0
+
+
+def _has_columns(run: LoggedRun) -> bool:
+    """Return whether what was read as a log is a table of log-probs, so that what is wrong with these is to be said."""
+    own = {*run.metrics.series, *run.metrics.called.values()}
+    return not own.isdisjoint(NAMES["rollout"] + NAMES["trainer"])
 
 
 def headline(verdict: Verdict) -> str:
@@ -201,7 +210,7 @@ def deliver_means(run: LoggedRun, health: RunHealth, args: argparse.Namespace) -
         settings = ", or ".join(SETTINGS[name] for name in named)
         raise ReportError(
             f"{run.name} is a log without a metric of how rollout and trainer differ (such as rollout_corr/kl). To log "
-            f"one, set {settings}; or name a file with both log-probs of each token."
+            f"one, set {settings}; or name a file with both log-probs of each token (rollout_log_probs, old_log_probs)."
         )
     if args.json:
         document = {"run": run.name, "state": health.worst.state, "unit": health.unit, "metrics": health.metrics}
