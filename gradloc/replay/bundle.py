@@ -93,6 +93,10 @@ def read_bundle(path: str) -> Bundle:
     """
     folder = Path(path)
     check(folder.is_dir(), f"{path} is no folder: name an event's folder, gradloc/events/EVENT of a run.")
+    if not (folder / "meta.json").is_file():
+        metas = (found for depth in ("*", "*/*", "*/*/*") for found in sorted(folder.glob(f"{depth}/meta.json")))
+        event = next((found.parent for found in metas), None)
+        check(event is None, f"{path} is no folder of an event, but holds some: name one, such as {event}.")
     for name in ("meta.json", "batch.safetensors"):
         check((folder / name).is_file(), f"{path} is no folder of an event with a bundle: it has no {name}.")
         check(is_inside(folder / name, folder), f"{path}/{name} is a link out of the folder, and is not followed.")

@@ -101,6 +101,12 @@ def test_a_model_s_own_code_is_not_run(bundle, models, replay, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_run_is_no_event_but_the_events_in_it_are_named(bundle, models, replay, tmp_path):
+    event = shutil.copytree(bundle, tmp_path / "run" / "gradloc" / "events" / "step000005-epoch0-mini0")
+    _is_refused(replay(tmp_path / "run", models / "model"), f"but holds some: name one, such as {event}.")
+    _is_refused(replay("", models / "model"), "one of the words is empty: a variable of the shell may have no value.")
+
+
 def test_what_was_not_foreseen_is_no_other_culprits(bundle, models, replay):
     broken = {"replay.__main__.localize": {"side_effect": IndexError("list index out of range")}}
     _is_refused(replay(bundle, models / "model", patches=broken), "cannot be replayed on")

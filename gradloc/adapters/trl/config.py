@@ -210,6 +210,8 @@ def plan_of(given: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Plan:
     longest = int(given.get("max_prompt_length") or 512) + int(given.get("max_completion_length") or 256)
     longest = int(given.get("max_length") or longest)
     rows, micro_batches = given.get("per_device_train_batch_size", 8), given.get("gradient_accumulation_steps", 1)
+    for name, size in (("per_device_train_batch_size", rows), ("gradient_accumulation_steps", micro_batches)):
+        require(int(size) > 0, name, "a positive integer", size)
     is_sharded = bool(given.get("fsdp"))
     is_half = given.get("bf16", True) or given.get("fp16", False)
     # TRL divides by the temperature, and always asks for entropies, in pieces

@@ -83,8 +83,15 @@ class Checked(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    if not all(value > 0 for value in (args.card, args.gpus, args.seconds) if value is not None):
-        raise ReportError("--card, --gpus and --seconds must be positive numbers.")
+    for option in ("card", "gpus", "seconds"):
+        value = getattr(args, option)
+        if value is not None and not 0 < value < math.inf:
+            raise ReportError(f"--{option} must be a positive number, found {value:g}.")
+    if args.model is not None:
+        try:
+            _model(args.model)
+        except ValueError as error:
+            raise ReportError(f"{str(error).rstrip('.')}.") from None
     try:
         checked = _read(args.config, args.overrides, args.gpus)
     except SystemExit as error:  # of a preset that is none
@@ -92,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ReportError(f"check needs {error.name}: run it where the trainer is installed.") from None
     except (ValueError, *_WRONG_KINDS) as error:
-        raise ReportError(f"the config has a setting that is missing, 0 or no number ({error}).") from None
+        raise ReportError(
+            f"the config has a setting that is missing, 0 or no number ({_said(error).rstrip('.')})."
+        ) from None
     if args.gpus is not None and checked.trainer != "TRL":
         raise ReportError("--gpus is for TRL's arguments: verl's are trainer.nnodes and trainer.n_gpus_per_node.")
     rows = [("not checked", checked.unchecked) if checked.unchecked else ("refused", checked.refusal or "nothing")]
