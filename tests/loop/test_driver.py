@@ -15,7 +15,7 @@ from gradloc.loop.driver import AbortedBySpike, Driver, sequence_ids
 from gradloc.loop.messages import RankReport
 from gradloc.record import Run, Step
 from gradloc.trigger import Spike
-from tests.watch.loops import PLANT, TAU, Loop, batches
+from tests.watch.loops import PLANT, Loop, batches
 from tests.world.events import events_in
 
 
@@ -114,7 +114,7 @@ class WithAdvantages(Loop):
 
 
 def test_an_event_is_held_against_the_run_s_earlier_batches(tmp_path):
-    made = WithAdvantages(tmp_path, "skip", lr=0.0, **TAU)
+    made = WithAdvantages(tmp_path, "skip", lr=0.0)
     ids, mask = next(batches(1))
     worth = torch.ones_like(mask, dtype=torch.float32)
     planted = worth.clone()

@@ -37,6 +37,7 @@ WORTH = 4000.0
 POISON, POISON_TIMES = VOCABULARY - 1, 1000.0
 """A label, and how much too long its row of the head is, where the model computes the loss."""
 TAU = {"trigger": {"tau": 20.0}}
+"""A fixed threshold between a healthy step and a planted one."""
 
 
 def transformers_model(name: str, task: str = "CausalLM", **config: Any) -> Any:
@@ -76,6 +77,8 @@ class Kind:
     """How far a certificate's norm may be from the true one, relative."""
     has_norm = True
     """Whether ``norms`` are L2 norms before the clip."""
+    norms_are_taken = False
+    """Whether they are of the gradient that the optimizer was given, as ``Watch.clip_grad_norm_`` returns them."""
     is_searched = True
     """Whether the gradient of every parameter is; else a step that spikes is skipped, and why is said."""
     steps, spike, plant = STEPS, SPIKE, PLANT

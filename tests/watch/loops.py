@@ -14,20 +14,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradloc
 from gradloc import token_log_probs
 from tests.toy_model.model import Block, build
+from tests.watch import kinds
+from tests.watch.kinds import TAU, WORTH, plain
 from tests.world import DEVICE
 
 ROWS, ROWS_EACH, T, VOCABULARY = 8, 2, 12, 96
 SPIKE, PLANT = 3, (5, 4)
 """The optimizer step that is spoiled, and the row and position in all ranks' batch."""
-TAU = {"trigger": {"tau": 20.0}}
-"""A fixed threshold between a healthy step and a planted one."""
-WORTH = 4000.0
 
 
 def model_of(layout: str) -> torch.nn.Module:
@@ -75,22 +73,24 @@ class Unwatched:
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         if isinstance(self.model, FSDP1):
             return self.model.clip_grad_norm_(limit)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return plain(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
 
 
-class Loop:
-    """Weighted supervised fine-tuning; what a test changes is a method of its own.
+class Loop(kinds.Kind):
+    """Weighted supervised fine-tuning that gives its log-probs; what a test changes is a method of its own.
 
     Args:
-        folder: of the run; empty: nothing is watched.
+        folder: as of :class:`~tests.watch.kinds.Kind`.
         action: as of ``gradloc.Watch``.
         layout: as of :func:`model_of`.
         precision: of autocast.
         lr: the learning rate.
         model: in that layout; None: a tiny one.
+        is_planted: as of :class:`~tests.watch.kinds.Kind`.
         settings: more for ``gradloc.Watch``.
     """
+
+    needs, named, norms_are_taken = (), [PLANT], True
 
     def __init__(
         self,
@@ -100,18 +100,29 @@ class Loop:
         precision: str = "float32",
         lr: float = 1e-3,
         model: Any = None,
+        is_planted: bool = True,
         **settings: Any,
     ):
-        torch.manual_seed(7)
-        self.layout, self.half = layout, getattr(torch, precision)
-        self.model: Any = model_of(layout) if model is None else model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.layout, self.half, self.lr, self.given, self.settings = (
+            layout,
+            getattr(torch, precision),
+            lr,
+            model,
+            settings,
+        )
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=16.0, enabled=precision == "float16")
-        self.watch: Any = Unwatched(self.model)
-        if folder:
-            self.watch = gradloc.Watch(self.model, self.optimizer, folder, action, **settings)
         self.rank, self.size = (0, 1) if layout == "plain" else (dist.get_rank(), dist.get_world_size())
-        self.norms: list[float] = []
+        super().__init__(folder, action, is_planted)
+
+    def build(self) -> Any:
+        return model_of(self.layout) if self.given is None else self.given
+
+    def prepare(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr)
+        self.watch: Any = Unwatched(self.model)
+        if self.folder:
+            settings = TAU | self.settings
+            self.watch = gradloc.Watch(self.model, self.optimizer, self.folder, self.action, **settings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(DEVICE, self.half, enabled=self.half != torch.float32):
@@ -142,16 +153,15 @@ class Loop:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def run(self, steps: int = 4, worth: float = WORTH, **given: Any) -> "Loop":
-        torch.manual_seed(11 + self.rank)
+    def run(self, steps: int = 4, worth: float | None = None, **given: Any) -> "Loop":
+        kinds.seed(11 + self.rank)
         for number, (ids, mask) in enumerate(batches(steps), 1):
             weight = torch.ones_like(mask, dtype=torch.float32)
             if number == SPIKE:
-                weight[PLANT] = worth
+                weight[PLANT] = WORTH * self.is_planted if worth is None else worth
             self.step(*(values.chunk(self.size)[self.rank] for values in (ids, mask, weight)), **given)
         return self
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
-    params = [param.detach() for param in model.parameters()]
-    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in params])
+    return torch.cat([plain(param.detach()).flatten() for param in model.parameters()])

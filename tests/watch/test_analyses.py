@@ -14,7 +14,7 @@ import torch
 import gradloc
 from gradloc.analysis.config import BucketSettings, QuartileSettings, taken_from
 from gradloc.analysis.quartiles import assign
-from tests.watch.loops import ROWS, TAU, Loop, batches, flat
+from tests.watch.loops import ROWS, Loop, batches, flat
 from tests.world.events import events_in, validate
 
 REWARDS = torch.tensor([0.0, 0, 0, 1, 0, 2, 0, 3])
@@ -46,7 +46,7 @@ class Policy(Loop):
 
 def one_step(tmp_path, **given):
     """A loop after a step with both analyses, the plain model as it was before, and what both were trained on."""
-    loop = Policy(tmp_path, **{**EACH_STEP, **TAU, **given})
+    loop = Policy(tmp_path, **{**EACH_STEP, **given})
     before, (ids, mask) = copy.deepcopy(Policy().model), next(iter(batches(1)))
     loop.step(ids, mask, torch.ones_like(mask, dtype=torch.float32))
     return loop, before, ids, mask
@@ -118,7 +118,7 @@ def in_layout(folder, layout):
     """Runs on every rank: a step of a loop in this layout; whether it left what the same without analyses leaves."""
     (ids, mask), weights = next(iter(batches(1))), []
     for given in ((folder, "observe", layout), ("", "observe", layout)):
-        loop = Policy(*given, **({**EACH_STEP, **TAU} if given[0] else {}))
+        loop = Policy(*given, **(EACH_STEP if given[0] else {}))
         loop.step(*(values.chunk(loop.size)[loop.rank] for values in (ids, mask, torch.ones(mask.shape))))
         weights.append(flat(loop.model))
     return bool(torch.equal(*weights))
@@ -144,7 +144,7 @@ def test_ranks_measure_together_what_one_process_does(bare_world, tmp_path, layo
 
 
 def test_training_with_both_analyses_is_bit_identical_to_training_alone(tmp_path):
-    with_both = Policy(tmp_path, **EACH_STEP, **TAU).run(steps=2)
+    with_both = Policy(tmp_path, **EACH_STEP).run(steps=2)
     assert (
         with_both.watch.metrics["quartile_analysis/failures"] == with_both.watch.metrics["grad_analysis/failures"] == 0
     )
@@ -201,7 +201,7 @@ class InStages(Policy):
 
 
 def test_a_stage_lets_its_own_tokens_gradient_through_and_both_add_up(tmp_path):
-    loop, (ids, mask) = InStages(tmp_path, lr=0.0, **TAU), next(iter(batches(1)))
+    loop, (ids, mask) = InStages(tmp_path, lr=0.0), next(iter(batches(1)))
     for group in loop.optimizer.param_groups:
         group["weight_decay"] = 0.0
     loop.stages(ids, mask)
@@ -213,7 +213,7 @@ def test_a_stage_lets_its_own_tokens_gradient_through_and_both_add_up(tmp_path):
 
 
 def test_a_spike_in_a_stage_is_searched_in_what_the_stage_let_through(tmp_path):
-    loop, (ids, mask) = InStages(tmp_path, **TAU), next(iter(batches(1)))
+    loop, (ids, mask) = InStages(tmp_path), next(iter(batches(1)))
     with torch.no_grad():
         old = loop.forward(ids)
     row, position = np.unravel_index(int(old.masked_fill(mask == 0, 1.0).argmin()), old.shape)
@@ -226,7 +226,7 @@ def test_a_spike_in_a_stage_is_searched_in_what_the_stage_let_through(tmp_path):
 
 
 def test_a_stage_that_could_not_be_kept_to_is_an_error_and_no_silent_step(tmp_path):
-    loop, (ids, mask) = Policy(tmp_path, **TAU), next(iter(batches(1)))
+    loop, (ids, mask) = Policy(tmp_path), next(iter(batches(1)))
     with (
         pytest.raises(RuntimeError, match="the low stage was not kept to"),
         loop.watch.stage("low", torch.zeros(8, 12)),

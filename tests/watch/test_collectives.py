@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from tests.watch.loops import SPIKE, TAU, WORTH, Loop, batches
+from tests.watch.loops import SPIKE, WORTH, Loop, batches
 from tests.world.events import events_in
 
 
@@ -47,7 +47,7 @@ SPOILED = {
 
 def collectives(folder: str, layout: str, spoiled: str, action: str) -> list[tuple[str, ...]]:
     """What this rank issued in four steps, the third of them spoiled."""
-    made = Loop(folder, action, layout, **TAU)
+    made = Loop(folder, action, layout)
     with Written() as written:
         for number, (ids, mask) in enumerate(batches(4), 1):
             weight = torch.ones_like(mask, dtype=torch.float32)

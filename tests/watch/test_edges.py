@@ -259,7 +259,7 @@ def test_ctrl_c_inside_of_a_search_leaves_the_gradient_whole(at, tmp_path, monke
         raise KeyboardInterrupt
 
     found = []
-    made = Stopped(tmp_path, "mask", **TAU)
+    made = Stopped(tmp_path, "mask")
     real = torch.autograd.backward
     if at == "mask":
         acted = type(made.watch.localizer)._act

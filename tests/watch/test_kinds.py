@@ -63,6 +63,7 @@ def check(kind: Any, run: Callable[..., list[dict[str, Any]]], tmp_path: Path) -
         off = differing(masked, wanted, "weights")
         assert not off if kind.is_exact else max(off.values(), default=0.0) <= kind.close, off
         assert not differing(masked, wanted, "state")
+        assert not kind.norms_are_taken or [each["norms"] for each in masked] == [each["norms"] for each in wanted]
     for name in ("observe", "mask"):
         events = events_in(tmp_path / name)
         assert len(events) == kind.num_events

@@ -13,7 +13,7 @@ import gradloc
 from gradloc.loop.driver import AbortedBySpike
 from gradloc.record.store import EventStore
 from gradloc.watch.clips import ClipTap
-from tests.watch.loops import SPIKE, TAU, Loop, flat, model_of
+from tests.watch.loops import SPIKE, Loop, flat, model_of
 from tests.world.events import events_in
 
 
@@ -41,7 +41,7 @@ def run(
 
 
 def _run(folder: str, action: str, uneven: bool, failing: bool) -> dict[str, Any]:
-    made, ended = (Failing if failing else Loop)(folder, action, "ddp-once", **TAU), ""
+    made, ended = (Failing if failing else Loop)(folder, action, "ddp-once"), ""
     try:
         made.run(each=4 if uneven and made.rank == 0 else 2)
     except AbortedBySpike as error:
@@ -61,7 +61,7 @@ def test_a_step_whose_ranks_ran_different_numbers_is_left_alone(bare_world, tmp_
 
 def with_norms(folder: str, norms: list[float | None]) -> int:
     """Return the number of failures where each rank has another norm of the spoiled step; None: its own."""
-    made, given, own = Loop(folder, "observe", "ddp-once", **TAU), norms[torch.distributed.get_rank()], ClipTap.norm
+    made, given, own = Loop(folder, "observe", "ddp-once"), norms[torch.distributed.get_rank()], ClipTap.norm
 
     def norm(self: ClipTap, *arguments: Any) -> torch.Tensor:
         known = own(self, *arguments)
@@ -90,7 +90,7 @@ class Skipping(Loop):
 
 def skipping(folder: str) -> torch.Tensor:
     """Return this rank's weights after ten updates."""
-    return flat(Skipping(folder, layout="ddp-once", **TAU).run(steps=10).model)
+    return flat(Skipping(folder, layout="ddp-once").run(steps=10).model)
 
 
 def test_ten_updates_of_which_one_rank_skips_one(bare_world, tmp_path):
@@ -144,7 +144,7 @@ def drifting(folder: str, kind: str) -> torch.Tensor:
     """Return weights and buffer after six steps of which the second spikes."""
     model = torch.nn.parallel.DistributedDataParallel(Drifting(model_of("plain")))
     loop = {"watched": Loop, "failing": FailingOnce}[kind] if folder else Loop
-    made = loop(folder, model=model, layout="ddp-once", **(TAU if folder else {})).run(steps=6)
+    made = loop(folder, model=model, layout="ddp-once").run(steps=6)
     assert not folder or made.watch.localizer.num_failures == (kind == "failing")
     return torch.cat([flat(made.model), model.module.mean.detach()[None].to(flat(made.model))])
 
@@ -176,7 +176,7 @@ def test_a_model_whose_gradients_are_views_is_refused(bare_world):
 
 def unshared(folder: str) -> dict[str, Any]:
     """Steps of a model that each process has for itself."""
-    made = Loop(folder, model=model_of("plain"), layout="ddp", **TAU).run()
+    made = Loop(folder, model=model_of("plain"), layout="ddp").run()
     return {"trained": len(made.norms), "is_off": made.watch.localizer.num_failures}
 
 

@@ -12,20 +12,10 @@ import gradloc
 from gradloc import token_log_probs
 from gradloc.watch.forwarded import frozen
 from tests.toy_model.model import build
-from tests.watch.loops import PLANT, SPIKE, TAU, WORTH, Loop, T, batches, flat
+from tests.watch.loops import PLANT, SPIKE, WORTH, Loop, T, batches, flat
+from tests.watch.test_kinds import check_alone
 from tests.world import DEVICE
 from tests.world.events import events_in, named
-
-
-def both(kind, tmp_path, **given):
-    """The loop observed and masked, held against itself without a watch and without the token."""
-    observed, stock = kind(tmp_path / "observe", **TAU).run(**given), kind().run(**given)
-    masked, without = kind(tmp_path / "mask", "mask", **TAU).run(**given), kind().run(worth=0.0, **given)
-    assert observed.norms == stock.norms and torch.equal(flat(observed.model), flat(stock.model))
-    assert masked.norms == without.norms and torch.equal(flat(masked.model), flat(without.model))
-    (event,) = events_in(tmp_path / "observe")
-    assert named(event) == [PLANT] and event["certificate"]["verdict"] == "explained"
-    return event, observed
 
 
 def test_a_culprit_has_its_answer_s_reward(tmp_path):
@@ -33,7 +23,8 @@ def test_a_culprit_has_its_answer_s_reward(tmp_path):
         def micro_batch(self, x, mask, weight):
             (-(self.log_probs(x, mask, rewards=x[:, 0].float()) * mask * weight).sum() / 96).backward()
 
-    event, _ = both(Rewarded, tmp_path)
+    check_alone(Rewarded, tmp_path)
+    (event,) = events_in(tmp_path / "observe")
     ids = [ids for ids, _ in batches(SPIKE)][-1]
     assert event["culprits"][0]["reward"] == float(ids[PLANT[0], 0])
 
@@ -136,22 +127,52 @@ class Grpo(Loop):
         (-(weight * (now - old).exp() * mask).sum() / 96).backward()
 
 
-KINDS = [Varying, Ungraphed, Evaluating, Failing, Dropping, Late, Smoothed, Undeclared, Grpo]
+class Twice(Loop):
+    """Two optimizer steps on a batch."""
+
+    def step(self, ids, mask, weight, each=2):
+        super().step(ids, mask, weight, each)
+        super().step(ids, mask, torch.ones_like(weight), each)
+
+
+class Moving(Loop):
+    """What a backward leaves waits on the host, as on a card that has room for one micro-batch's."""
+
+    is_exact = norms_are_taken = False  # dL/dz is recovered
+
+    def prepare(self):
+        super().prepare()
+        if self.folder:
+            self.watch.tap.moves_to_host, self.watch.tap.keep_bytes = True, 4000
+
+
+class Counting(Loop):
+    """Its forward moves buffers: in kernels that count nothing, in place, and by another tensor."""
+
+    def build(self):
+        model = super().build()
+        model.norm_out = torch.nn.Sequential(model.norm_out, Counted().to(DEVICE))
+        return model
+
+
+class Counted(torch.nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(build("tiny").head.in_features, affine=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = self.mean.lerp(x.detach().mean(), 0.1)
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+KINDS = [Varying, Ungraphed, Evaluating, Failing, Dropping, Late, Smoothed, Undeclared, Grpo, Twice, Moving, Counting]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_a_loop_may_do(kind, tmp_path):
-    both(kind, tmp_path)
-
-
-def test_several_optimizer_steps_on_a_batch(tmp_path):
-    class Twice(Loop):
-        def step(self, ids, mask, weight, each=2):
-            super().step(ids, mask, weight, each)
-            super().step(ids, mask, torch.ones_like(weight), each)
-
-    event, made = both(Twice, tmp_path)
-    assert event["step"]["global_step"] == 2 * SPIKE - 1 and made.watch.number == 8
+    check_alone(kind, tmp_path)
 
 
 def test_each_backward_is_noted(tmp_path, monkeypatch):
@@ -167,42 +188,10 @@ def test_a_step_whose_gradient_lacks_a_micro_batch_is_not_masked(tmp_path):
 
         is_set_to_none = False
 
-    made = Zeroing(tmp_path, "mask", **TAU).run()
+    made = Zeroing(tmp_path, "mask").run()
     (event,) = events_in(tmp_path)
     assert event["action"]["taken"] == "skip" and made.norms[SPIKE - 1] == 0.0
     assert event["culprits"] == [] and "differs from the optimizer's by" in event["action"]["reason"]
-
-
-class Counting(Loop):
-    """Its forward moves buffers: in kernels that count nothing, in place, and by another tensor."""
-
-    def __init__(self, *given, **more):
-        super().__init__(*given, **more)
-        self.model.norm_out = torch.nn.Sequential(self.model.norm_out, Counted().to(DEVICE))
-
-
-class Counted(torch.nn.BatchNorm1d):
-    def __init__(self):
-        super().__init__(build("tiny").head.in_features, affine=False)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        self.mean = self.mean.lerp(x.detach().mean(), 0.1)
-        return super().forward(x.transpose(1, 2)).transpose(1, 2)
-
-
-def test_buffers_that_a_forward_moves_are_left_as_training_had_them(tmp_path):
-    runs = {"observe": Counting(tmp_path / "observe", **TAU), "mask": Counting(tmp_path / "mask", "mask", **TAU)}
-    made = {name: run.run() for name, run in runs.items()} | {
-        "stock": Counting().run(),
-        "without": Counting().run(worth=0),
-    }
-    for ours, other in (("observe", "stock"), ("mask", "without")):
-        assert made[ours].norms == made[other].norms
-        for (name, one), two in zip(made[ours].model.named_buffers(), made[other].model.buffers(), strict=True):
-            assert torch.equal(one, two), (ours, name)
 
 
 def test_two_backwards_through_the_same_log_probs_add_up(tmp_path):
@@ -270,7 +259,7 @@ def test_a_forward_that_is_not_the_same_again_is_said(tmp_path):
             count = iter(range(1, 10**6))
             self.model.blocks[0].register_forward_hook(lambda module, args, output: output * (1 + next(count) / 10))
 
-    Other(tmp_path, "mask", **TAU).run()
+    Other(tmp_path, "mask").run()
     (event,) = events_in(tmp_path)
     assert event["culprits"] == [] and event["action"]["taken"] == "skip"
     assert "something else when run again" in event["certificate"]["reason"]
@@ -286,7 +275,7 @@ def test_an_input_that_was_changed_in_place_is_said(tmp_path):
             self.buffer.zero_()
             super().take_step()
 
-    made = Reusing(tmp_path, **TAU).run()
+    made = Reusing(tmp_path).run()
     (event,) = events_in(tmp_path)
     assert event["culprits"] == [] and "changed in place" in event["certificate"]["reason"]
     assert made.norms == Loop().run().norms
@@ -433,31 +422,13 @@ def test_off_calls_the_loop_s_own_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_backward_leaves_may_wait_on_the_host(tmp_path):
-    class Moving(Loop):
-        """As on a card that has room for one micro-batch's."""
-
-        def __init__(self, *given, **more):
-            super().__init__(*given, **more)
-            if isinstance(self.watch, gradloc.Watch):
-                self.watch.tap.moves_to_host, self.watch.tap.keep_bytes = True, 4000
-
-    observed, stock = Moving(tmp_path / "observe", **TAU).run(), Moving().run()
-    masked, without = Moving(tmp_path / "mask", "mask", **TAU).run(), Moving().run(worth=0.0)
-    assert torch.equal(flat(observed.model), flat(stock.model))
-    torch.testing.assert_close(flat(masked.model), flat(without.model), atol=1e-6, rtol=0)  # dL/dz is recovered
-    for name in ("observe", "mask"):
-        (event,) = events_in(tmp_path / name)
-        assert named(event) == [PLANT] and event["certificate"]["verdict"] == "explained"
-
-
 def test_a_gradient_that_the_loop_has_clipped_before_ours_is_seen_as_it_was(tmp_path):
     class Twice(Loop):
         def take_step(self):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             super().take_step()
 
-    made = Twice(tmp_path, **TAU).run()
+    made = Twice(tmp_path).run()
     (event,) = events_in(tmp_path)
     assert named(event) == [PLANT] and event["certificate"]["verdict"] == "explained"
     assert torch.equal(flat(made.model), flat(Twice().run().model))
@@ -469,8 +440,8 @@ def test_an_overflow_by_fp16_s_scale_alone_is_no_spike_and_a_nan_is(tmp_path):
             super().__init__(*given, precision="float16", **more)
             self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**24)
 
-    made = Overflowing(tmp_path, "mask", **TAU).run(steps=9, worth=1.0)
+    made = Overflowing(tmp_path, "mask").run(steps=9, worth=1.0)
     assert not math.isfinite(made.norms[0]) and math.isfinite(made.norms[-1]) and events_in(tmp_path) == []
-    Overflowing(tmp_path, "mask", **TAU).run(worth=math.nan)
+    Overflowing(tmp_path, "mask").run(worth=math.nan)
     (event,) = events_in(tmp_path)
     assert named(event) == [PLANT] and event["action"]["taken"] == "skip"
