@@ -26,6 +26,10 @@ class TooFewTokensError(MismatchError):
     """Says that the columns are shorter than a verdict needs."""
 
 
+class SeveralRunsError(MismatchError):
+    """Says that a folder holds the same step more than once."""
+
+
 @dataclass(frozen=True)
 class Columns:
     """N tokens of R rows, in the order of their rows and places; all arrays are (N,), an optional one may be None."""

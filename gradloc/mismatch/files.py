@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..record.files import DOCUMENT, LINE, MB, UNPACKED, columns_of_parquet, is_bomb, parse_json, read_bytes
-from .columns import Columns, MismatchError, TooFewTokensError, columns
+from .columns import Columns, MismatchError, SeveralRunsError, TooFewTokensError, columns
 
 Made = TypeVar("Made")
 NAMES = {
@@ -61,6 +61,9 @@ def read(path: Path, short: list[str] | None = None) -> dict[str, Columns]:
             f"{path} holds no columns of log-probs: name prime-rl's token_exports, NeMo-RL's train_data_step*.jsonl, "
             "an event's bundle, or a .csv, .jsonl, .npz or .parquet with rollout_log_probs and old_log_probs."
         )
+    for step, files in found.items():
+        if len({file.parent for file in files}) > 1:
+            raise SeveralRunsError(f"{path} holds {step} of several runs: name one, such as {files[0].parent}.")
     made: dict[str, Columns] = {}
     left_out: list[TooFewTokensError] = []
     for step, files in sorted(found.items(), key=lambda each: _number(each[0])):

@@ -160,6 +160,16 @@ def test_an_event_that_cannot_be_judged_is_said_to_be_one_and_no_log(tmp_path, r
     assert "without a bundle" in said and "is a log" not in said
 
 
+@pytest.mark.parametrize("write", [prime_rl, nemo_rl])
+def test_a_step_of_two_runs_is_not_made_one(tmp_path, refused, shown, write):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    shown("mismatch", tmp_path / "a")
+    said = refused("mismatch", tmp_path)
+    assert "of several runs: name one, such as " in said and f"{tmp_path}/a" in said
+
+
 TEN = "-0.5,-0.5\n" * 10
 
 

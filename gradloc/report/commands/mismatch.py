@@ -13,7 +13,7 @@ from rich.console import Console
 from ...explain.numbers import number, percent
 from ...explain.text import capitalized, first_of, plural
 from ...mismatch import KINDS, Columns, MismatchError, Verdict, judge
-from ...mismatch.columns import TooFewTokensError
+from ...mismatch.columns import SeveralRunsError, TooFewTokensError
 from ...mismatch.files import NAMES, read
 from ...mismatch.kinds import NUMBERS, REPOSITORIES, SETTINGS
 from ...mismatch.verdict import FLOOR, SMALL_KL
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         if args.step is not None and args.step not in steps:
             raise ReportError(f"{args.path} has no step {args.step}; it has {first_of([*steps])}.")
         verdicts = {name: judge(columns) for name, columns in steps.items()}
+    except SeveralRunsError as error:
+        raise ReportError(str(error)) from None
     except MismatchError as error:
         is_short, log = isinstance(error, TooFewTokensError), args.path
         if is_short and is_event(log):
