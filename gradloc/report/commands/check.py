@@ -177,7 +177,7 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
     from omegaconf.errors import OmegaConfBaseException
 
     from ...adapters.verl_common.plan import is_engine, plan_of
-    from ...adapters.verl_common.requirements import asked_of, tables_for
+    from ...adapters.verl_common.requirements import asked_of, health_in, tables_for
     from ...names import refuse_unknown_overrides
 
     spec = find_spec("verl")
@@ -213,7 +213,7 @@ def _read_verl(path: Path | None, overrides: Sequence[str]) -> Checked:
     try:
         trainer = f"verl {'0.9' if is_engine(config) else '0.7'}, {config.actor_rollout_ref.actor.strategy}"
         asked = asked_of(config, tables_for(config) if is_engine(config) else ["0.7"])
-        on = [*asked.features, *["trainer.health.enable"] * (asked.health is not None)]
+        on = [*asked.features, *["trainer.health.enable"] * (health_in(config) is not None)]
         return Checked(trainer, asked.settings, on, plan=plan_of(config))
     except OmegaConfBaseException as error:
         why = str(error).partition("\n")[0]
