@@ -60,13 +60,13 @@ def bounded(value: float | None, bound: float | None, digits: int = 4) -> tuple[
     Where the bound is over half of the norm, only an upper limit is given. Bounds are rounded up.
 
     >>> bounded(0.77, 0.0007), bounded(1.38, 2.562), bounded(0.77, None)
-    (('0.77', ' (within 0.0007)'), ('at most 3.942', ''), ('0.77', ''))
+    (('0.77', ' (error up to 0.0007)'), ('at most 3.942', ''), ('0.77', ''))
     """
     if value is None or bound is None or not math.isfinite(value) or not 0 < bound < math.inf:
         return number(value, digits), ""
     if bound > value / 2:
         return f"at most {number(_up(value + bound, digits), digits)}", ""
-    return number(value, digits), f" (within {number(_up(bound, 2), 2)})"
+    return number(value, digits), f" (error up to {number(_up(bound, 2), 2)})"
 
 
 def _up(value: float, digits: int) -> float:

@@ -200,12 +200,12 @@ def _cause_in_words(cause: StepCause) -> str:
 
 
 def odd_number(culprit: Culprit) -> str:
-    """Return how odd the culprit's main factor is, such as ``380,119 times typical``; empty where it is not known."""
+    """Return how odd the culprit's main factor is, such as ``9.1 times the typical size``; empty if unknown."""
     usual = culprit.cause.numbers.get("batch_advantage")
     if usual is not None:
         return f"half of the batch's are over {number(usual, 3)}"
     value = culprit.cause.numbers.get(f"{cause_info(culprit.cause.label).factor}_over_typical")
-    return f"{number(value, 3)} times typical" if value is not None and math.isfinite(value) else ""
+    return f"{number(value, 3)} times the typical size" if value is not None and math.isfinite(value) else ""
 
 
 def figures(event: Event) -> list[tuple[str, str, str]]:
@@ -235,7 +235,7 @@ def _figure_without(event: Event) -> tuple[str, str, str]:
     norm, margin = bounded(certificate.norm_after, certificate.error_bound, 3)
     how = f"measured{margin}" if certificate.error_bound is not None else certificate.method
     what = "the padding" if cause and cause.label == "non_finite_padding" else pronoun(event)
-    return norm, f"without {what}", how if certificate.norm_after is not None else "not measured"
+    return norm, f"norm without {what}", how if certificate.norm_after is not None else "not measured"
 
 
 def pronoun(event: Event) -> str:
@@ -304,7 +304,7 @@ def _what_was_taken_unchanged(event: Event, clip: float | None) -> str:
         return said
     healthy = consequence.healthy_norm if consequence else None
     kept = (after * clip / norm if healthy is None else healthy) / min(clip, after)
-    return f"{said} The same clipping shrank the other tokens' gradient to {percent(kept, 2)} of what it was."
+    return f"{said} The same clipping scaled the other tokens' gradient down to {percent(kept, 2)} of its size."
 
 
 # ---- the verdict, a few sentences for a reader who has never seen an event

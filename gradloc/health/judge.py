@@ -46,11 +46,12 @@ class Reason:
         before = "step" if count == 1 else f"{count:,.0f} steps"
         sentence = self.rule.sentence.format(
             metric=self.metric,
-            state=self.state,
             recent=self.config.recent,
             clip_window=self.config.clip_window,
             in_a_row=f" now and at the {before} before" if count else "",
-            least="one such step is" if self.limit == 1 else f"{number(self.limit)} in a row are",
+            least="a single step is" if self.limit == 1 else f"{number(self.limit)} in a row are",
+            a_state=self.state if self.state == STATES[-1] else f"a {self.state}",
+            s="" if self.found == 1 else "s",
             percent=percent(self.found),
             percent_limit=percent(self.limit),
             **{name: number(value, 3, "unknown") for name, value in numbers.items()},

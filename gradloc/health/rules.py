@@ -48,7 +48,7 @@ class Rule:
     """How: one of ``MEASURES``."""
     sentence: str
     """With ``{metric}``, ``{found}`` and ``{limit}`` (or both in percent), ``{value}``, ``{typical}``, ``{recent}``,
-    ``{state}``."""
+    ``{a_state}``."""
     do: tuple[str, ...]
     """Names of actions in :mod:`~..explain.advice`, which has their sentences and config lines."""
     is_strict: bool

@@ -17,7 +17,7 @@ NUMBERS += [(9.9999, "10"), (1e-9, "1e-9"), (-0.5, "-0.5")]
 PERCENTS = [(NAN, "NaN"), (0.5, "50%")]
 ERRORS = [(-12.0, 0.001, "-12"), (0.98, INF, "0.98 +- ∞"), (None, 0.05, "–"), (NAN, 0.05, "NaN")]
 ERRORS += [(0.98, unseen, "0.98") for unseen in (0.0, 9e-5, NAN)]
-BOUNDS = [(1147.0, 114.7, "1,147 (within 115)"), (4.0, 2.0, "4 (within 2)")]
+BOUNDS = [(1147.0, 114.7, "1,147 (error up to 115)"), (4.0, 2.0, "4 (error up to 2)")]
 BOUNDS += [(4.0, 2.001, "at most 6.01"), (1.38, 2.562, "at most 3.95"), (0.0, 0.1, "at most 0.1")]
 BOUNDS += [(NAN, 1.0, "NaN"), (None, 1.0, "–"), *((4.0, unknown, "4") for unknown in (0.0, None, INF, NAN))]
 TEXTS = [*zip(HOSTILE, VISIBLE, strict=True), ("\ud800", "\ufffd"), ("\u200b", "⟨U+200B⟩"), ("\u200d", "⟨U+200D⟩")]
@@ -59,4 +59,5 @@ def test_what_is_said_of_a_bound_is_never_less_than_it_is(digits):
         if bound > norm / 2:
             assert float(said.removeprefix("at most ").replace(",", "")) >= (norm + bound) * (1 - 1e-12)
         else:
-            assert float(margin.removeprefix(" (within ").removesuffix(")").replace(",", "")) >= bound * (1 - 1e-12)
+            at_most = margin.removeprefix(" (error up to ").removesuffix(")")
+            assert float(at_most.replace(",", "")) >= bound * (1 - 1e-12)

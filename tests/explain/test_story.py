@@ -24,9 +24,9 @@ def test_the_text_stands_around_the_largest_culprit_s_token():
 def test_a_clipped_step_says_how_much_of_the_healthy_gradient_is_left_by_the_bundle_s_clip_if_it_has_none():
     told = story.what_was_taken(event(), 0.5)
     assert "by 1,495" in told and told != story.what_was_taken(event())
-    assert "to 0.1% of what it was" in told, "to 0.77 / 1,495, where 0.5 would have been left without the spike"
+    assert "to 0.1% of its size" in told, "to 0.77 / 1,495, where 0.5 would have been left without the spike"
     healthy = {"grad_clip": 2.0, "healthy_norm": 0.077, "is_taken": True}
-    assert "to 10% of what it was" in story.what_was_taken(event(consequence=healthy)), "which no clip at 2 touches"
+    assert "to 10% of its size" in story.what_was_taken(event(consequence=healthy)), "which no clip at 2 touches"
 
 
 def test_a_clipped_step_was_that_token_s_or_that_span_s():

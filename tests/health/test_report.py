@@ -36,12 +36,12 @@ def run_of(tmp_path):
 
 def test_the_terminal_tells_the_state_the_strip_the_reasons_and_what_people_do(run_of, shown):
     out = shown("health", run_of("spiking"))
-    assert "1 of 24 steps was not healthy: step 20 (danger). At the last step, 24: healthy." in out
+    assert "1 of 24 steps was not healthy: step 20 (danger). At the last step (24): healthy." in out
     assert "step      1  ···················X····" in out
     assert "X gradient_jump  danger at step 20" in out
     assert "119 times its own median of 1.03 (limit 100 times)" in out
     assert "actor_rollout_ref.actor.gradloc.action.mode=mask" in out
-    assert "Not checked, as the run logs no metric for them: head_norm, mismatch_weight" in out
+    assert "Not checked, because the run does not log their metrics: head_norm, mismatch_weight" in out
     assert "\x1b[" not in out
     out = shown("health", run_of("collapsed"))
     assert out.count("actor_rollout_ref.rollout.n=16") == 1 and "- and what is listed above" in out

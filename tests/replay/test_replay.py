@@ -56,7 +56,7 @@ def test_the_culprits_micro_batches_alone_keep_their_weights_and_the_answer_says
     assert done["code"] == 0
     assert "2 micro-batches (a part of the step; only its gradient is replayed)" in done["out"]
     assert done["out"].endswith("The same culprits as in the event.\n")
-    assert re.search(r"certificate  explained; norm [\d.]+ \(within [\d.e-]+\) without the culprits;", done["out"])
+    assert re.search(r"certificate  explained; norm [\d.]+ \(error up to [\d.e-]+\) without the culprits;", done["out"])
     (culprit,) = done["record"]["culprits"]
     assert (culprit["rank"], culprit["positions"]) == (0, [3])
     assert culprit["replay"]["grad_norm"] == pytest.approx(culprit["event"]["grad_norm"], rel=1e-5)

@@ -107,7 +107,7 @@ def test_health_sees_norms_that_are_nan(tmp_path, capsys):
     main(["health", str(tmp_path)])
     said = " ".join(capsys.readouterr().out.split())
     assert "danger at step 6" in said
-    assert "actor/grad_norm is not finite now and at the 2 steps before: 3 in a row are a danger." in said
+    assert "actor/grad_norm is not finite now and at the 2 steps before (3 in a row are enough for danger)." in said
 
 
 def test_mask_takes_the_step_without_a_row_of_nan_bit_for_bit(tmp_path):

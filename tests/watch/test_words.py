@@ -110,7 +110,7 @@ def heavy(made):
 @pytest.mark.parametrize(
     "change, label, row, said",
     [
-        (heavy, "loss_weight", 6, "Its weight in the loss is out of line: 100,000 times typical."),
+        (heavy, "loss_weight", 6, "Its weight in the loss is out of line: 100,000 times the typical size."),
         (unexpected, "unexpected_token", 3, "The model gives the token a probability of"),
         (garbled, "odd_document", 5, "Its mean log-prob is"),
         (twice, "duplicate_document", 5, "2 other rows of the batch's 8 are the same."),

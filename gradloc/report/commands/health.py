@@ -136,7 +136,9 @@ def _print_report(folder: RunFolder, healths: list[RunHealth]) -> None:
         where = f"gradloc {shlex.quote(str(folder.path))}"
         console.print(f"Which tokens did it at step {ranges(sorted(spikes))}, and why: {where}", soft_wrap=True)
     if health.silent:
-        console.print(f"Not checked, as the run logs no metric for them: {listed(health.silent, 8)}.", style="dim")
+        console.print(
+            f"Not checked, because the run does not log their metrics: {listed(health.silent, 8)}.", style="dim"
+        )
     for note in health.notes:
         console.print(note, style="yellow")
     for diagnosis, health in list(zip(folder.diagnoses, healths, strict=True))[1:]:
@@ -189,10 +191,9 @@ def _strip(health: RunHealth, columns: int) -> Text:
             is_after = worst.state == STATES[0] and health.begin is not None and worst.step >= health.begin
             text.append(*(UNRECOVERED if is_after else MARKS[worst.state]))
         text.append("\n")
-    meant = {"healthy": "within every rule"}  # which need not be healthy: rules learn a new level
-    legend = ", ".join(f"{mark} {meant.get(state, state)}" for state, (mark, _) in MARKS.items())
+    legend = ", ".join(f"{mark} {state}" for state, (mark, _) in MARKS.items())
     if UNRECOVERED[0] in text.plain:
-        legend += f", {UNRECOVERED[0]} within them, after a fault from which the run did not recover"
+        legend += f", {UNRECOVERED[0]} healthy by the rules, after a fault from which the run did not recover"
     if steps_per_mark > 1:
         legend += in_unit(f"; {steps_per_mark} steps to a mark", health.unit)
     return text.append(legend, style="dim")

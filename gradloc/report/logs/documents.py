@@ -50,7 +50,7 @@ def read_document(source: Source) -> list[Recording]:
     first = document[0] if isinstance(document, list) and document else None
     if is_named and _is_list_of(document, int | float) and len(document) > 1:
         made.rows, made.unit = [(at, {stem: float(value)}) for at, value in enumerate(document, 1)], "row"
-        made.notes.append(f"{source.name} is a list of values: row 1 is the first.")
+        made.notes.append(f"{source.name} is a list of values, so its rows are numbered from 1.")
         return [made]
     if isinstance(first, list) and len(first) == 3 and isinstance(first[1], int):  # TensorBoard's time, step, value
         if not is_norm(stem):

@@ -34,7 +34,7 @@ from .labelled import Labelled
 from .names import is_norm, is_training_loss, listed, number
 from .pairs import NUMBER, SYMBOL, as_float, repeated_names
 from .prometheus import Exposed
-from .recording import SKIPPED, Recording, Row, Skip, flat
+from .recording import READ_IN_ORDER, SKIPPED, Recording, Row, Skip, flat
 from .skips import OF_SKIPS, SkippedSteps, skip_in
 from .source import Source
 from .unwrap import ANSI, plain, unwrapped, whole_lines
@@ -387,7 +387,7 @@ def _stripped(line: str) -> tuple[str, str]:
 def _notes(source: Source, reader: _Reader, best: Grammar) -> list[str]:
     notes, num_bad = list(source.notes), reader.json.num_bad
     if best.unit == "row":
-        notes.append(f"The lines of {source.name} do not give their step: row 1 is the first that was read.")
+        notes.append(f"{source.name} gives no step numbers, so its {READ_IN_ORDER}")
     for other in reader.grammars:
         if other is not best and other.num_norms:
             notes.append(
@@ -460,7 +460,7 @@ def read_by_pattern(path: Path, pattern: str) -> Recording:
         raise ReportError(f"{path.name}: --pattern '{pattern}' finds no number in its {num_lines:,} lines.")
     made.receipt = f"{len(made.rows):,} of {num_lines:,} lines read"
     if made.unit == "row":
-        made.notes.append("--pattern has no group `step`: row 1 is the first line that it finds.")
+        made.notes.append("--pattern has no group `step`, so the lines that it finds are numbered from 1.")
     return made
 
 

@@ -26,6 +26,9 @@ OF_WATCH = "gradloc.Watch's metrics"
 SKIPPED = "skipped in all"
 """Metric: how many steps a trainer has skipped so far."""
 
+READ_IN_ORDER = "rows are numbered in the order they were read, from 1."
+"""End of the note on a log that gives no step numbers, or none that it keeps to."""
+
 
 @dataclass(frozen=True)
 class Skip:

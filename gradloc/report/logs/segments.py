@@ -21,7 +21,7 @@ from ...explain.text import plural
 from ...record.files import NAME
 from ..errors import ReportError, did_you_mean
 from .names import canonical, is_norm, is_training_loss, listed, norm_of
-from .recording import MAX, MEAN, OF_WATCH, Metrics, Recording, Row, build
+from .recording import MAX, MEAN, OF_WATCH, READ_IN_ORDER, Metrics, Recording, Row, build
 
 _BOOKKEEPING = {"epoch", "step", "global_step", "_step", "_runtime", "_timestamp", "time", "timestamp", "iteration"}
 
@@ -264,9 +264,7 @@ def _number_through_epochs(recording: Recording) -> None:
             replace(skip, step=numbers[skip.row] if skip.row in range(len(numbers)) else None)
             for skip in recording.skips
         ]
-        recording.notes.append(
-            f"The steps in {recording.source} start again in each epoch: row 1 is the first that was read."
-        )
+        recording.notes.append(f"The steps in {recording.source} start again in each epoch, so its {READ_IN_ORDER}")
 
 
 def _before(last: Segment, segment: Segment) -> Segment | None:

@@ -221,7 +221,9 @@ class _Table:
             )
         if self.step_at is None:
             self.unit = "row"
-            source.notes.append(f"{source.name} has no step column: row 1 is the first below the head.")
+            source.notes.append(
+                f"{source.name} has no step column, so its rows are numbered from 1, the first below the head."
+            )
         self.has_decimal_comma = delimiter not in ", " or self._has_decimal_comma(sample)
         self.long = self._long(sample)
         steps = [self._number(cells, self.step_at) for cells in sample]
@@ -454,7 +456,9 @@ def read_boxes(source: Source) -> list[Recording]:
         return []  # headlines between the tables may say it
     if not made.rows:
         made.rows, made.unit = list(enumerate((values for values in each if any(map(is_norm, values))), 1)), "row"
-        made.notes.append(f"{source.name} has no column of steps, so rows are counted: row 1 is the first with a norm.")
+        made.notes.append(
+            f"{source.name} has no column of steps, so its rows are numbered from 1, the first with a norm."
+        )
     return [made]
 
 

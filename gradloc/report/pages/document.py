@@ -321,7 +321,7 @@ def _numbers(event: Event, culprit: Culprit) -> tuple[list[tuple[str, str, str]]
     meaning, odd = cause_info(culprit.cause.label), story.odd_number(culprit)
     about, remark = meaning.column, odd or "the odd one"
     if about not in known and odd:  # a cause about no single number of a token, such as the Jacobian
-        about, remark = f"{meaning.factor}_over_typical", "times typical"
+        about, remark = f"{meaning.factor}_over_typical", "times the typical size"
         known[about] = (spoken(meaning.factor), *known[about][1:])
     first = [name for name, column in OF_A_TOKEN.items() if column.is_essential] + ["reward"]
     essential = [(*known.pop(about)[:2], remark)] if about in known else []

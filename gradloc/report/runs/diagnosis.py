@@ -387,15 +387,15 @@ def _warmup(steps: Sequence[Judged], warmup: int, part: int) -> list[str]:
     silent = [step.step for step in steps if step.threshold is None]
     if not silent:
         return []
-    reported = f"only a norm above {EARLY:g} times the median is reported"
+    reported = f"only norms above {EARLY:g} times the median are reported"
     if len(silent) == len(steps):
         num_finite = sum(math.isfinite(step.norm) for step in steps)
         if num_finite < warmup:
-            count = f"{num_finite}" if num_finite == len(steps) else f"{num_finite or 'none'} with a finite norm"
-            return [f"A threshold needs {warmup} steps, and this log has {count}, so {reported}."]
-        return [f"The trigger's rule learned no threshold from {plural(num_finite, 'finite norm')}: {reported}."]
+            has = f"{num_finite}, so {reported}" if num_finite else "none, so no norm can be judged"
+            return [f"Setting a threshold takes {warmup} steps with a finite norm, and this log has {has}."]
+        return [f"The trigger's rule learned no threshold from {plural(num_finite, 'finite norm')}, so {reported}."]
     where = " after a resume" if part else ""
-    return [f"The first {len(silent)} steps{where} have no threshold yet: there, {reported}."]
+    return [f"The first {len(silent)} steps{where} have no threshold yet, so {reported} there."]
 
 
 def _others(explosions: Sequence[Explosion]) -> list[str]:

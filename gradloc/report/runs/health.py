@@ -111,7 +111,7 @@ class RunHealth:
         last = self.verdicts[-1]
         steps = plural(len(self.verdicts), "step")
         if self.is_too_short:
-            return f"{TOO_SHORT}: {steps}; rules that compare with the run's own past need {self.warmup + 1}."
+            return f"{TOO_SHORT}: {steps}, and the rules that compare with earlier steps need {self.warmup + 1}."
         if self.is_finite_alone:
             verb, its = ("is", "its level and trend") if len(self.metrics) == 1 else ("are", "their levels and trends")
             return f"{listed(self.metrics, 5)} {verb} finite in all {steps}; {its} are not judged here."
@@ -120,13 +120,13 @@ class RunHealth:
         said = [self.share]
         is_said = self.is_unrecovered and last.state == STATES[0] or self.num_unwell == 1 and last is self.worst
         if not is_said:
-            said.append(f"At the last step, {last.step}: {last.state}.")
+            said.append(f"At the last step ({last.step}): {last.state}.")
         elif self.is_unrecovered:
-            said.append("The rules compare with the steps before, so they pass a level that stays high.")
+            said.append("The rules compare each step with earlier ones, so they do not flag a level that stays high.")
         if any(verdict.step == self.spike and not verdict.reasons for verdict in self.verdicts[: self.warmup]):
             said.append(
-                f"The spike at step {self.spike} is in the first {self.warmup} steps, in which rules that compare with "
-                "the run's own past find nothing."
+                f"The spike at step {self.spike} is in the first {self.warmup} steps, where the rules that compare "
+                "with earlier steps find nothing."
             )
         return " ".join(said)
 

@@ -94,9 +94,9 @@ def advise(run: LoggedRun, explosions: Sequence[Explosion], is_hurt: bool | None
         return EARLIER, ""
     if is_sound and worst.kind == "lost":
         return (
-            f"No need to go back: most likely these steps were skipped, as fp16's scaler does.{earlier} While each is "
-            "skipped nothing is learned: train in bf16 with the weights in fp32, or log each layer's norm to see which "
-            "is not finite."
+            f"No need to go back: most likely these steps were skipped, as fp16's scaler does.{earlier} Nothing is "
+            "learned while every step is skipped. Train in bf16 with the weights in fp32, or log each layer's norm to "
+            "find the layer whose norm is not finite."
         ), ""
     if is_sound and len(worst.lost) == len(worst.steps):
         return (

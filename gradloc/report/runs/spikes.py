@@ -200,7 +200,7 @@ class Explosion:
             )
         parts = [f"Step {peak.step}: gradient norm {number(peak.norm, 3)}"]
         if peak.times is not None:
-            parts[0] += f", {number(peak.times, 3)} times normal ({number(peak.typical, 3)})"
+            parts[0] += f", {number(peak.times, 3)} times the normal {number(peak.typical, 3)}"
         if self.first != peak.step:
             parts.append(f"The spike began at step {self.first}")
         norms = self.segment.metrics.logged(self.segment.metrics.norm or MEAN)

@@ -32,7 +32,7 @@ def test_standard_input_is_read(tmp_path, shown, monkeypatch):
     with log.open() as stream:
         monkeypatch.setattr("gradloc.report.logs.formats.stdin", stream)
         said = shown("-", "--metric", "actor/grad_norm")
-    assert "Step 20: gradient norm 900, 900 times normal (1)." in said and "Next:" not in said, "it is read but once"
+    assert "Step 20: gradient norm 900, 900 times the normal 1." in said and "Next:" not in said, "it is read but once"
 
 
 @pytest.mark.full
