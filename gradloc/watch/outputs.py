@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-Keep = Callable[[int, torch.Tensor], None]
-"""(where an output begins in the last dimension of the state, its gradient (..., W)) -> None"""
-
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
     """Return the tensors of a model's output, in their order."""
@@ -47,17 +44,24 @@ def joinable(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [leaf.reshape(*leaf.shape[:num_shared], math.prod(leaf.shape[num_shared:])) for leaf in leaves]
 
 
-def hook_parts(parts: Sequence[torch.Tensor], keep: Keep) -> torch.Size:
-    """Hook the gradients of tensors that can be joined, and return the shape of the state that they make."""
-    shaped, width = joinable([part.detach() for part in parts]), 0
+def hook_parts(parts: Sequence[torch.Tensor], keep: Callable[[torch.Tensor], None]) -> torch.Size:
+    """Hook the gradients of tensors that can be joined, and return the shape of the state that they make.
+
+    ``keep`` is called with each part's gradient as one of the state, which is 0 elsewhere.
+    """
+    shaped, first = joinable([part.detach() for part in parts]), 0
+    state = torch.Size([*shaped[0].shape[:-1], sum(like.shape[-1] for like in shaped)])
+
+    def keep_whole(place: slice, shape: torch.Size, is_transposed: bool, grad: torch.Tensor) -> None:
+        whole = grad.new_zeros(state)
+        whole[..., place] = (grad.transpose(0, 1) if is_transposed else grad).reshape(shape)
+        keep(whole)
+
     for part, like in zip(parts, shaped, strict=True):
-        part.register_hook(partial(_keep_part, keep, width, like.shape, len(part) != len(like)))
-        width += like.shape[-1]
-    return torch.Size([*shaped[0].shape[:-1], width])
-
-
-def _keep_part(keep: Keep, first: int, shape: torch.Size, is_transposed: bool, grad: torch.Tensor) -> None:
-    keep(first, (grad.transpose(0, 1) if is_transposed else grad).reshape(shape))
+        last = first + like.shape[-1]
+        part.register_hook(partial(keep_whole, slice(first, last), like.shape, len(part) != len(like)))
+        first = last
+    return state
 
 
 @torch.enable_grad()

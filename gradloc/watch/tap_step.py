@@ -314,8 +314,8 @@ class TapStep(LoopStep):
         assert batch.labels is not None
         flat = batch.labels.reshape(-1)
         neighbours = torch.stack([batch.labels.roll(by, 1).reshape(-1) for by in (1, -1)], -1)
-        parts = [fitted(at, flat, neighbours) for at in chunks(len(h), len(head.weight))]
-        batch.fit = Fit(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        fits = [fitted(at, flat, neighbours) for at in chunks(len(h), len(head.weight))]
+        batch.fit = Fit(*(torch.cat(each) for each in zip(*fits, strict=True)))
         batch.labels = batch.fit.labels.view(rows, width)
 
     def _labels(self, batch: TapMicroBatch) -> list[tuple[torch.Tensor, int]]:

@@ -45,7 +45,7 @@ from .forwarded import (
     returned_log_probs,
 )
 from .head import typical_size
-from .hooks import Hook, call_hook, make_hookable
+from .hooks import Hook, make_hookable
 from .models import find_body_and_head, innermost, is_sequence_first, trained_parts
 from .outputs import hook_parts, joinable, tensors_in, with_aliases
 from .paths import hidden_in, is_view, replace_hidden, side_outputs
@@ -482,15 +482,9 @@ class ModelTap:
             places = [place for place in self._joined if place < len(leaves) and leaves[place].requires_grad]
             if len(places) == len(self._joined) and joinable(parts):
                 output, views = with_aliases(output, places)
-                present.shape = hook_parts(views, partial(self._keep_part, present))
+                present.shape = hook_parts(views, Hook(self, "_keep_hidden_grad", present))
                 return output
         return None
-
-    def _keep_part(self, present: RecordedForward, first: int, grad: torch.Tensor) -> None:
-        if not self.is_again and present.shape is not None:
-            whole = grad.new_zeros(present.shape)
-            whole[..., first : first + grad.shape[-1]] = grad
-            call_hook(Hook(self, "_keep_hidden_grad", present), whole)
 
     def _wait_for_heads(self) -> None:
         """Let the loop call heads on the present forward's h, as losses in chunks do."""

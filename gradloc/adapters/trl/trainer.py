@@ -178,9 +178,8 @@ def attach(trainer: Any, gradloc: Any = None, health: Any = None) -> None:
     Raises:
         ValueError: one sentence that says why it cannot look into this run.
     """
-    kinds = {trl.GRPOTrainer: WatchedRewards, trl.RLOOTrainer: WatchedRewards}
-    kinds |= {trl.SFTTrainer: WatchedTrainer, trl.DPOTrainer: WatchedTrainer}
-    kind = next((ours for theirs, ours in kinds.items() if isinstance(trainer, theirs)), None)
+    pairs = (ours.__bases__ for ours in (GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer))
+    kind = next((mixin for mixin, theirs in pairs if isinstance(trainer, theirs)), None)
     if kind is None:
         name = f"{type(trainer).__module__}.{type(trainer).__name__}"
         raise ValueError(f"gradloc.trl.attach takes a trainer of TRL's GRPO, RLOO, SFT or DPO, found a {name}.")
