@@ -126,20 +126,6 @@ class ZeroEngine:
             if missing:
                 missing[0].partition(param_list=missing, has_been_updated=False)
 
-    def abandon(self) -> None:
-        """Make the engine fit for its next forward after one that was cut off."""
-        optimizer = self.optimizer
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear()
-        already = optimizer.params_already_reduced
-        for param in already if isinstance(already, dict) else range(len(already)):
-            already[param] = False
-        if self.is_sharded:
-            optimizer._partition_all_parameters()
-        else:
-            optimizer._release_ipg_buffers()
-        self.reset()
-
 
 class ZeroSpace(EngineSpace):
     """The trained weights and gradients of a ZeRO optimizer. All ranks construct it together."""
@@ -221,7 +207,17 @@ class ZeroSpace(EngineSpace):
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def abandon_pass(self) -> None:
-        self.zero.abandon()
+        optimizer = self.zero.optimizer
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        already = optimizer.params_already_reduced
+        for param in already if isinstance(already, dict) else range(len(already)):
+            already[param] = False
+        if self.zero.is_sharded:
+            optimizer._partition_all_parameters()
+        else:
+            optimizer._release_ipg_buffers()
+        self.zero.reset()
 
 
 def _parts(zero: ZeroEngine) -> list[list[tuple[torch.nn.Parameter, WeightView]]]:
