@@ -20,6 +20,8 @@ from .notify.config import WEBHOOK_IS_NO_URL
 from .rollout_filter.config import FilterSettings
 
 _ACTOR = "actor_rollout_ref.actor"
+_PRESET = "gradloc"
+"""The group of Hydra's whose choice switches GradLoc on."""
 
 
 def _names_in(block: str, settings: Any) -> dict[str, list[str]]:
@@ -55,6 +57,9 @@ def refuse_unknown_overrides(arguments: Sequence[str] | None = None) -> None:
         key = key.lstrip("+~").partition("@")[0]
         if key == f"{_ACTOR}.gradloc.notify.webhook" and "://" in value:
             raise SystemExit(WEBHOOK_IS_NO_URL)  # before Hydra writes its overrides to a file
+        if key != _PRESET and "." not in key and difflib.get_close_matches(key, [_PRESET], 1, _CLOSE_RATIO):
+            # Hydra would add a setting of that name, and train without GradLoc
+            raise SystemExit(f"unknown setting {key}: did you mean +{_PRESET}={value}?")
         try:
             _check(key)
         except ValueError as error:

@@ -160,6 +160,8 @@ def test_a_preset_that_is_none_and_a_size_that_is_no_number_are_refused_in_our_w
     assert "+gradloc=foo is no preset: there are heal, mask," in shown("check", "+gradloc=foo", code=1)
     said = shown("check", *ON, "trainer.nnodes=x", code=1)
     assert "a size must be a whole number, found 'x'." in said
+    assert "must be at least 1, found 0 and 8." in shown("check", *ON, "trainer.nnodes=0", code=1)
+    assert "unknown setting gradlok: did you mean +gradloc=on?" in shown("check", "+gradlok=on", code=1)
 
 
 @pytest.mark.full

@@ -36,7 +36,10 @@ class _Settings:
 
     @property
     def gpus(self) -> int:
-        return int(self.get("trainer.n_gpus_per_node", default=8)) * int(self.get("trainer.nnodes", default=1))
+        each, nodes = int(self.get("trainer.n_gpus_per_node", default=8)), int(self.get("trainer.nnodes", default=1))
+        if min(each, nodes) < 1:
+            raise ValueError(f"trainer.nnodes and n_gpus_per_node must be at least 1, found {nodes} and {each}.")
+        return each * nodes
 
     def parallel_sizes(self) -> tuple[int, int, int]:
         """Return the processes that hold a tensor, the stages, and the processes that hold a sequence."""
