@@ -190,6 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.simplefilter("ignore", UserWarning)  # what torch warns of is the run's own choice
     try:
         check(args.bundle and args.model, "one of the words is empty: a variable of the shell may have no value.")
+        check(str(args.output) != "-", "-o names a file: leave it out, and --json prints the same to standard output.")
         has_folder = args.output is None or args.output.absolute().parent.is_dir()
         check(has_folder, f"-o {args.output}: there is no such folder.")
         check(args.output is None or not args.output.is_dir(), f"-o {args.output} is a folder: name the file to write.")

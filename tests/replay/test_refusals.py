@@ -152,8 +152,9 @@ def test_a_model_larger_than_memory_is_refused_before_and_while_it_runs(bundle, 
         (("--budget", "0"), "gradloc: --budget 0: must be at least 1."),
         (("-o", "/nowhere/out.json"), "there is no such folder."),
         (("-o", "/tmp"), "-o /tmp is a folder: name the file to write."),
+        (("-o", "-"), "-o names a file: leave it out, and --json prints the same to standard output."),
     ],
-    ids=["strategy", "budget", "output", "folder"],
+    ids=["strategy", "budget", "output", "folder", "standard"],
 )
 def test_options_that_make_no_sense(bundle, models, replay, options, sentence):
     done = replay(bundle, models / "model", *options)
