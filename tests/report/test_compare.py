@@ -88,7 +88,7 @@ def test_two_runs_that_never_were_together_are_different_throughout(tmp_path):
     assert "differ throughout: the median of actor/grad_norm is 1.04 in 32.log and 0.495 in 60.log" in found.parted
     assert "apart at step 24, where actor/grad_norm is 95.2 in 32.log and 0.48 in 60.log" in found.parted
     assert " part at" not in found.parted
-    assert "Only the 32 steps that both runs logged, 1 to 32, were compared; the tables are" in found.parted
+    assert "Only the 32 steps that both runs logged (1 to 32) were compared; the tables cover" in found.parted
     rows = {row[0]: row[1:] for row in found.rows}
     assert rows["gradient norm, largest"] == ["95.2 at step 24", "903 at step 47"]
     assert [(step, a.split(" (")[0], b.split(" (")[0]) for step, a, b in found.steps] == [

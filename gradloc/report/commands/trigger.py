@@ -137,7 +137,7 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
     for line in terminal.curve(diagnosis.judged, max(console.width - 12, 20), diagnosis.run.metrics):
         console.print(line)
     early = [step for step in judged if step.is_early]
-    also = f"; {plural(len(early), 'other step')} in its warm-up: marked for size alone" if early else ""
+    also = f"; size alone marks {plural(len(early), 'other step')} in the rule's warm-up" if early else ""
     share = percent(len(spikes) / len(judged))
     say(f"The rule flagged {len(spikes)} of {plural(len(judged), 'step')} ({share}){also}.")
     own = dict(diagnosis.run.metrics.known(THRESHOLD))
@@ -151,8 +151,8 @@ def _print(console: Console, name: str, diagnosis: Diagnosis) -> None:
             break
     for step in early:
         say(
-            f"Step {step.step}: {number(step.norm, 3)} is {number(step.times, 3)} times the median of the steps around "
-            "it. It is in the warm-up, when the rule flags only norms that are not finite.",
+            f"Step {step.step}: the norm of {number(step.norm, 3)} is {number(step.times, 3)} times the median of the "
+            "steps around it. The step is in the warm-up, when the rule flags only norms that are not finite.",
             style="red",
         )
     others = [step for step in judged if not step.spike and step.ratio is not None]

@@ -15,7 +15,7 @@ from ..errors import ReportError
 from .grammars import Json
 from .lines import literal, read_lines
 from .names import as_step, is_norm, is_training_loss, number, step_name
-from .recording import Recording, gather
+from .recording import READ_IN_ORDER, Recording, gather
 from .source import Source
 from .tables import read_columns
 from .unwrap import texts_of
@@ -118,7 +118,7 @@ def _add_rows(made: Recording, entries: Iterable[Any]) -> None:
     lines.resolve()
     made.rows, made.unit = lines.rows[""], lines.unit
     if made.unit == "row":
-        made.notes.append(f"The rows of {made.source} do not say their step: they are named by their place.")
+        made.notes.append(f"{made.source} gives no step numbers, so its {READ_IN_ORDER}")
 
 
 def _points(document: Any) -> list[tuple[int, str, float]]:

@@ -213,7 +213,8 @@ class Labelled(Grammar):
                     for epoch, (place, values) in zip(epochs, rows, strict=True)
                 ]
                 said = (
-                    f"The lines give epoch and batch: batches were counted, {length:,} in each epoch from epoch {base}."
+                    "The lines give epoch and batch, so batches are numbered across epochs: "
+                    f"{length:,} in each epoch from epoch {base}."
                 )
         return said
 

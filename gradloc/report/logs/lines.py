@@ -392,12 +392,12 @@ def _notes(source: Source, reader: _Reader, best: Grammar) -> list[str]:
         if other is not best and other.num_norms:
             notes.append(
                 f"{source.name} also has {plural(other.num_norms, 'row')} with a gradient norm in another form "
-                f"({other.title}), which were not read: {best.title} has more."
+                f"({other.title}). Only the form with more such rows was read ({best.title})."
             )
     if isinstance(best, Json) and num_bad == 1 and not source.ends_whole:
         notes.append(f"The last line of {source.name} is cut off and was left out.")
     elif isinstance(best, Json) and num_bad:
-        notes.append(f"{plural(num_bad, 'line')} of {source.name} cannot be read, left out.")
+        notes.append(f"GradLoc left out {plural(num_bad, 'line')} of {source.name} that it cannot read.")
     return notes
 
 

@@ -345,7 +345,7 @@ def read_mlflow_run(folder: Path) -> Recording:
             else:
                 values.append((time, known, name, value))
         if num_bad:
-            notes.append(f"{plural(num_bad, 'line')} of {name} cannot be read, left out.")
+            notes.append(f"GradLoc left out {plural(num_bad, 'line')} of {name} that it cannot read.")
     values.sort(key=lambda entry: entry[:2])
     rows = gather((step, metric, value) for _, step, metric, value in values)
     params = {name: text.strip() for name, text in _files(metrics.parent / "params", metrics.parent).items()}

@@ -363,7 +363,7 @@ class _Table:
         if 1 < num_empty < num_rows:
             source.notes.append(f"The last {num_empty:,} rows of {source.name} are empty, as pandas writes NaN.")
         if num_bad:
-            source.notes.append(f"{plural(num_bad, 'row')} of {source.name} without a step, left out.")
+            source.notes.append(f"GradLoc left out {plural(num_bad, 'row')} of {source.name} without a step.")
         return list(made.values())
 
     def _may_be_rows_of_steps(self, sample: list[list[str]]) -> bool:

@@ -85,8 +85,8 @@ def _cut(first: Metrics, second: Metrics) -> str:
     if not common or first.steps == second.steps:
         return ""
     return (
-        f" Only the {plural(len(common), 'step')} that both runs logged, {common[0]} to {common[-1]}, were compared; "
-        "the tables are of each whole run."
+        f" Only the {plural(len(common), 'step')} that both runs logged ({common[0]} to {common[-1]}) were compared; "
+        "the tables cover each whole run."
     )
 
 

@@ -265,7 +265,7 @@ def _describe_worst(made: Diagnosis, signs: list[Sign]) -> None:
     if since < worst.first and not worst.is_start:
         made.sentences.append(f"The spikes that lead to it begin at step {since}.")
     if sound:
-        effects, is_hurt = f"{sound}: the weights are not NaN.", False
+        effects, is_hurt = f"{sound}, so the weights are not NaN.", False
     elif worst.lost and is_hurt is None:
         effects = lost_loss(run, worst.lost) or effects
     is_followed = worst.kind == "end" and worst.peak is not worst.steps[-1]
@@ -307,7 +307,7 @@ def _on_tokens(run: LoggedRun, step: int, is_on_advised: bool) -> str:
     if not any(name.startswith("gradloc/") for name in metrics.series):
         is_loop = run.trainer == "other"
         turn_on = "add gradloc.Watch(model, optimizer) to the loop" if is_loop else "train with GradLoc on"
-        return "A log cannot show which tokens did it" + ("." if is_on_advised else f": {turn_on}.")
+        return "A log cannot show which tokens did it" + ("." if is_on_advised else f", so {turn_on}.")
     spikes, thresholds = (dict(metrics.logged(f"gradloc/{name}")) for name in ("spikes", "threshold"))
     if spikes.get(step) != 0:
         return "GradLoc wrote which tokens did it: name the folder of its events, which gradloc.dump_dir set."
@@ -348,7 +348,7 @@ def _unseen(run: LoggedRun) -> list[str]:
     if apart < 2 or run.unit == "row" or len(gaps) > 1 and 2 * len(gaps) >= len(steps) - 1 < 3:
         return []
     about = "one" if len(gaps) == 1 or 10 * gaps[apart] > 9 * len(steps) else "about one"
-    return [f"Only {about} {run.unit} in {apart} is logged: a spike in between would not be seen."]
+    return [f"Only {about} {run.unit} in {apart} is logged, so a spike in between would not be seen."]
 
 
 def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
@@ -365,11 +365,13 @@ def _without_explosion(judged: Sequence[Sequence[Judged]]) -> str:
         times, highest = number(largest.norm / max(others), 3), number(max(others), 3)
         return (
             f"{TOO_SHORT}: {plural(len(steps), 'step')}. The norm {number(largest.norm, 3)} at step "
-            f"{largest.step} is {times} times the largest of the others, {highest}."
+            f"{largest.step} is {times} times the largest other norm ({highest})."
         )
     if len(steps) < _MIN_NORMS and largest.norm < EARLY * normal:
-        norms = number(largest.norm, 3) if len(steps) == 1 else f"{number(min(above), 3)} to {number(largest.norm, 3)}"
-        return f"{TOO_SHORT}: {plural(len(steps), 'step')}, of norm {norms}."
+        norms = f"norm is {number(largest.norm, 3)}"
+        if len(steps) > 1:
+            norms = f"norms are {number(min(above), 3)} to {number(largest.norm, 3)}"
+        return f"{TOO_SHORT}: {plural(len(steps), 'step')}, whose {norms}."
     if largest.norm >= EARLY / 2 * normal and any(largest in part and len(part) < 16 for part in judged):
         return (
             f"The gradient norm {number(largest.norm, 3)} at step {largest.step} is {number(largest.norm / normal, 3)} "

@@ -76,7 +76,7 @@ def effects_of(worst: Explosion, since: int | None = None) -> tuple[str, bool | 
             effects = f"the loss was {number(before, 2)} before it, and {number(after, 2)} in the "
             effects += f"{plural(num_steps, 'step')} {when} (medians)"
     else:
-        effects = "what this did is not known, as the log has no reward, entropy or loss"
+        effects = "the effect is not known, because the log has no reward, entropy or loss"
         if any(metrics.first(effect.names) for effect in EFFECTS):
             effects = f"too few steps follow in the log to see what this did to the {deciding_metric(metrics)}"
     return f"{capitalized(effects)}.", hurt

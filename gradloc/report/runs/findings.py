@@ -166,10 +166,10 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     begin = skips[0].before
     fell = f" from {number(begin)}" if begin is not None else ""
     fell = f"; the loss scale fell{fell} to {number(min(scales))}" if scales and min(scales) != begin else ""
-    end = ", and can fall no further: the run ends there" if is_end else ""
-    sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each such step was skipped."
+    end = ", and can fall no further, so the run ends there" if is_end else ""
+    sentence = f"fp16 overflowed {plural(count, 'time')}{where}{fell}{end}. Each step that overflowed was skipped."
     if not count:
-        sentence = "The loss scale fell to its minimum, and the run ended: every step had overflowed."
+        sentence = "The loss scale fell to its minimum, and the run ended, because every step had overflowed."
     # the scaler of a new run halves a scale that is far too large, once a step
     is_early = begins(run) == "start" or scales[:1] >= [_FIRST_SCALE]
     is_sound = scales[-1:] > [100] or scales[-1:] >= [1] and (last or 0) <= steps[0]
@@ -177,18 +177,18 @@ def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | 
     after = steps[-1] - (last or steps[0])
     is_past = has_rows and (is_search or after >= (3 if is_early and (first or 0) < 10 else 10) * count)
     is_over = not is_end and (count < 3 and min(scales, default=1) >= 1 or is_past)
-    advice = "A few are normal while the scaler finds its scale."
+    advice = "A few skipped steps are normal while the scaler finds its scale."
     if not has_rows and not is_end and len(scales) > 1 and scales[0] >= _USUAL_SCALE and scales[-1] > 100:
         is_over |= count <= math.log2(scales[0] / scales[-1]) + 2
-        advice = "A new run's scaler finds its scale like this: look again if overflows go on below 100."
+        advice = "A new run's scaler finds its scale like this. Look again if overflows go on at a scale below 100."
     if counts := run.metrics.known(SKIPPED):
         number_of, skipped = counts[-1]
         is_over = not is_end and (number_of >= 10 * skipped or is_past)
         num_skipped = plural(int(skipped), "skipped step")
         sentence = f"fp16 overflowed: the trainer counts {num_skipped} of {number_of:,}{fell}{end}."
     if not is_over:
-        advice = "Train in bf16 with the weights in fp32, where the device has it; else look for what overflows: "
-        advice += "learning rate, or bad data."
+        advice = "Train in bf16 with the weights in fp32, where the device has bf16. Elsewhere look for what "
+        advice += "overflows: the learning rate may be too high, or data may be bad."
     return Sign("" if is_over and has_rows else "skipped", sentence, advice, first)
 
 
@@ -225,8 +225,8 @@ def _zeroed(run: LoggedRun) -> Sign | None:
     ):
         return None
     step, (last, was) = logged[-num_zeros][0], before[-1]
-    sentence = f"{name} is exactly 0 from step {step} on, and was {number(was, 3)} at step {last}: "
-    sentence += "a Trainer writes 0 for a NaN, or nothing is left to predict."
+    sentence = f"{name} is exactly 0 from step {step} on, and was {number(was, 3)} at step {last}. "
+    sentence += "Either the loss was NaN, which a Trainer writes as 0, or nothing is left to predict."
     return Sign("vanish", sentence, "", step, last + 1)
 
 
@@ -295,11 +295,11 @@ def _height(metrics: Metrics) -> Sign | None:
         return None  # it is logged before the division by the loss scale, as DeepSpeed's Megatron did
     sentence = (
         f"{metrics.own_norm} is {number(median_low(norms), 3)} in the median of {plural(len(norms), 'row')}, and "
-        f"{metrics.own(name)} is {number(median(losses), 2)}: no run trains at such a norm."
+        f"{metrics.own(name)} is {number(median(losses), 2)}, but no run trains at a norm this large."
     )
     advice = (
-        "Look whether the norm is logged before the division by the loss scale or the number of tokens; else one "
-        "layer's gradient is broken: log the norm of each layer."
+        "Look whether the norm is logged before the division by the loss scale or the number of tokens. If not, one "
+        "layer's gradient is broken. Log the norm of each layer to find that layer."
     )
     return Sign("height", sentence, advice, metrics.steps[0])
 
@@ -309,9 +309,9 @@ def lost_loss(run: LoggedRun, lost: Sequence[int]) -> str:
     name, logged = loss_of(run.metrics)
     zeros = [step for step, value in logged if value == 0 and step in lost]
     if zeros:
-        return f"{name} is 0 {_at(zeros)}: a Trainer writes 0 for a NaN."
+        return f"{name} is 0 {_at(zeros)}, which is how a Trainer writes a NaN."
     if not logged and run.format.startswith("Megatron"):
-        return "The loss is not in these rows: Megatron leaves it out where it is NaN."
+        return "The loss is not in these rows, because Megatron leaves out a loss that is NaN."
     return ""
 
 

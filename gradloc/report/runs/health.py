@@ -222,8 +222,9 @@ def judge(
     health.metrics = tuple(dict.fromkeys(own.get(name, name) for name in rules.read))
     if 0 < len(health.verdicts) <= config.warmup:
         least, steps = config.warmup + 1, plural(len(health.verdicts), "step")
-        why = f"The run has {steps}, and rules about its own history need {least}. " if health.num_unwell else ""
-        health.notes.append(f"{why}To judge fewer than {least} steps: gradloc health RUN_DIR --set warmup=3")
+        why = f"The run has {steps}, and the rules that compare with earlier steps need {least}. "
+        how = f"To judge fewer than {least} steps: gradloc health RUN_DIR --set warmup=3"
+        health.notes.append(why + how if health.num_unwell else how)
     health.notes += differences
     health.notes = [in_unit(note, health.unit) for note in health.notes]
     return health

@@ -94,13 +94,14 @@ def advise(run: LoggedRun, explosions: Sequence[Explosion], is_hurt: bool | None
         return EARLIER, ""
     if is_sound and worst.kind == "lost":
         return (
-            f"No need to go back: most likely these steps were skipped, as fp16's scaler does.{earlier} Nothing is "
-            "learned while every step is skipped. Train in bf16 with the weights in fp32, or log each layer's norm to "
-            "find the layer whose norm is not finite."
+            "No need to go back, because these steps were most likely skipped, as fp16's scaler does."
+            f"{earlier} Nothing is learned while every step is skipped. Train in bf16 with the weights in fp32, or log "
+            "each layer's norm to find the layer whose norm is not finite."
         ), ""
     if is_sound and len(worst.lost) == len(worst.steps):
         return (
-            "No need to go back: the step was skipped, as fp16's loss scaler skips it. Look again if many follow.",
+            "No need to go back, because the step was skipped, as fp16's loss scaler does. "
+            "Look again if many skips follow.",
             "",
         )
     peak, on = worst.peak.step, turn_on(run)

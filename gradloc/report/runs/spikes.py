@@ -328,8 +328,8 @@ def ceiling(steps: Sequence[Judged]) -> str:
     where = f"{plural(len(at_it), 'step')} ({ranges(at_it)})"
     verb = "is" if len(at_it) == 1 else "are"
     return (
-        f"The norms look clipped before they were logged: {where} {verb} at {number(limit, 3)} and none is above it, "
-        "so spikes do not show. Log the norm that clipping returns: it is the one before clipping."
+        f"The norms look clipped before they were logged: {where} {verb} at {number(limit, 3)} and no norm is above "
+        "that, so spikes do not show. Log the norm that clipping returns, which is the one before clipping."
     )
 
 
