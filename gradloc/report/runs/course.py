@@ -28,6 +28,27 @@ def course(known: Points) -> str:
     return next(filter(None, (clause(known) for clause in clauses)), _went_on(known))
 
 
+def reward_course(known: Points) -> str:
+    """Return the first clause that fits a reward, which is to rise."""
+    turned = [(step, -value) for step, value in known]
+    found = past_its_best(turned, "highest") or _fell_and_came_back(turned) or _level_since(turned, sign=-1)
+    return found or "."
+
+
+def _fell_and_came_back(turned: Points) -> str:
+    """Name the deepest fall of a reward, given with its sign turned, and where it was made good."""
+    values = [value for _, value in turned]
+    fall = climb(values) if len(values) >= _SHORT else None
+    if fall is None or fall.size < (max(values) - min(values)) / 4:
+        return ""
+    was, low = (median(values[at.start : at.stop]) for at in (fall.low, fall.high))
+    (begin, _), (bottom, _) = (turned[at[len(at) // 2]] for at in (fall.low, fall.high))
+    rest = range(fall.high.stop, len(values) - NEAR)
+    back = next((turned[at][0] for at in rest if median(values[at : at + NEAR]) <= was), None)
+    end = f", and was back at about step {back}" if back is not None else ""
+    return f"; it fell from {number(-was, 3)} around step {begin} to {number(-low, 3)} around step {bottom}{end}."
+
+
 def fell_on(known: Points) -> bool:
     """Return whether values fall in nearly each row, so that even a few show how a loss went."""
     falls = sum(after < before for (_, before), (_, after) in pairwise(known))
@@ -147,8 +168,10 @@ def _did_not_fall(known: Points) -> str:
     return f", and did not fall: its median is {levels}."
 
 
-def _level_since(known: Points) -> str:
-    """Say from where on the values have one level, if that is within their first half."""
+def _level_since(known: Points, sign: int = 1) -> str:
+    """Say from where on the values have one level, if that is within their first half; ``sign`` is -1 where they are
+    given with their signs turned.
+    """
     values = [value for _, value in known]
     for begin in (len(values) * part // 12 for part in range(1, 7)):
         rest, third = values[begin:], (len(values) - begin) // 3
@@ -157,10 +180,12 @@ def _level_since(known: Points) -> str:
         level, middle, end = median(rest[:third]), median(rest[third:-third]), median(rest[-third:])
         scatter = median(abs(value - level) for value in rest[:third]) / math.sqrt(third)
         moved = max(abs(end - level), abs(middle - level))
-        if moved < max(2 * scatter, abs(level) / 100) and median(values[:3]) - level > abs(level) / 20:
-            return (
-                f", and has been level since about step {known[begin][0]}: {number(level, 3)}, then {number(end, 3)}."
-            )
+        least = max(2 * scatter, abs(level) / 100)
+        if moved < least and median(values[:3]) - level > abs(level) / 20:
+            while begin > NEAR and abs(median(values[begin - NEAR : begin]) - level) < least:
+                begin -= NEAR
+            span = f"{number(sign * level, 3)}, then {number(sign * end, 3)}"
+            return f", and has been level since about step {known[begin][0]}: {span}."
     return ""
 
 

@@ -16,13 +16,13 @@ from ...health.rules import SCORES
 from ..logs.names import is_gan_loss, is_norm
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
-from .course import course, end_of, fell_on, past_its_best
+from .course import course, end_of, fell_on, reward_course
 from .effects import begin_of, effects_of, fall_meanwhile, loss_at
 from .findings import findings, lost_loss, minor_skips
 from .health import LOSSES, TOO_SHORT
 from .overview import overview
 from .resuming import advise, count_again, is_left_behind, is_overwritten, overwritten, resume_before
-from .signals import EFFECTS, LOSS, Sign, is_adversarial, loss_of, sound_loss
+from .signals import EFFECTS, LOSS, Sign, interval, is_adversarial, loss_of, sound_loss
 from .spikes import (
     EARLY,
     HARMLESS,
@@ -36,6 +36,8 @@ from .spikes import (
     missing_norm,
 )
 
+_LEAD = 16
+"""Rows before a spike from which a rise of the loss is not its effect."""
 _MIN_NORMS = 8
 """A run with fewer norms is not judged."""
 
@@ -147,7 +149,8 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
     if made.explosions:
         made.limits += [masked] if masked else []
         _describe_worst(made, signs)
-        if made.is_minor and (graver := [sign for sign in signs if sign.kind in ("unfinite", *UNRECOVERED)]):
+        graver = [sign for sign in signs if sign.kind in ("unfinite", *UNRECOVERED)]
+        if graver and (made.is_minor or _is_before(graver[0], made)):
             spike, made.sentences = made.headline, []
             _lead_with(made, graver)
             made.sentences.insert(-1, spike)
@@ -164,6 +167,13 @@ def _diagnose(run: LoggedRun, settings: Mapping[str, float] | None) -> Diagnosis
         made.limits += [masked] if masked else []
         _lead_with(made, signs)
     return made
+
+
+def _is_before(sign: Sign, made: Diagnosis) -> bool:
+    """Return whether a loss rose for long before the spikes of a run that did not recover began."""
+    since = begin_of(made.explosions[0], made.explosions)
+    apart = interval(surviving(made.explosions[0].segment))
+    return made.kind == "collapse" and sign.kind == "fell" and sign.first + _LEAD * apart < since
 
 
 def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
@@ -196,7 +206,7 @@ def _course(run: LoggedRun) -> str:
     if (level := end_of(values)) is not None:
         went += f" ({number(level, 3)} in the median of the last ones)"
     if not loss_of(run.metrics)[1] and run.metrics.first(SCORES):
-        return went + (past_its_best([(step, -value) for step, value in values], "highest") or ".")
+        return went + reward_course(values)
     if not loss_of(run.metrics)[1]:  # whether it should rise or fall is not known
         return f"{went}."
     if is_adversarial(run.metrics):
