@@ -365,17 +365,21 @@ def _evaluated_too(names: Iterable[str]) -> list[str]:
     return [name for name, its in own.items() if its in evaluated and not _NO_EVALUATED.search(name.lower())]
 
 
-def evaluation_of(name: str, names: Iterable[str]) -> str:
-    """Return which of ``names`` is the evaluation of a metric of training; empty where none is.
+def evaluations_of(name: str, names: Iterable[str]) -> list[str]:
+    """Return which of ``names`` is the evaluation of a metric of training; of none with its words alone, those of
+    several sets of data.
 
-    >>> evaluation_of("train/loss", ["lr", "eval/loss"]), evaluation_of("recon", ["val_acc"])
-    ('eval/loss', '')
+    >>> evaluations_of("train/loss", ["lr", "eval/loss", "eval/code/loss"]), evaluations_of("recon", ["val_acc"])
+    (['eval/loss'], [])
+    >>> evaluations_of("loss", ["eval_code_loss", "eval_math_loss", "eval_math_accuracy"])
+    ['eval_code_loss', 'eval_math_loss']
     """
     own = _words(name) - _TRAINING
-    theirs = ((other, _words(other)) for other in names)
-    return next(
-        (other for other, words in theirs if words & _EVALUATIONS and words - _EVALUATIONS - _TRAINING == own), ""
-    )
+    words = {other: _words(other) for other in names}
+    rest = {other: its - _EVALUATIONS - _TRAINING for other, its in words.items() if its & _EVALUATIONS}
+    return [other for other, its in rest.items() if its == own][:1] or [
+        other for other, its in rest.items() if its > own
+    ]
 
 
 def _words(name: str) -> set[str]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...explain.numbers import number
 from ...explain.text import plural
-from ..logs.names import evaluation_of, is_gan_loss, is_training_loss
+from ..logs.names import evaluations_of, is_gan_loss, is_training_loss
 from ..logs.recording import Metrics
 from ..logs.segments import LoggedRun
 from .course import best_level
@@ -107,21 +107,30 @@ def lasting(metrics: Metrics) -> Sign | None:
 def overfitted(metrics: Metrics) -> Sign | None:
     """Find an evaluation that has got worse for a third of its values or more, while the loss of training fell."""
     name, losses = loss_of(metrics)
-    own = evaluation_of(name, metrics.own_names) if name and not is_adversarial(metrics) else ""
-    known = metrics.known(own)
+    own = evaluations_of(name, metrics.own_names) if name and not is_adversarial(metrics) else []
+    found = [(each, step) for each in own if (step := _turn(metrics.known(each), losses)) is not None]
+    if not found or 2 * len(found) <= len(own):
+        return None
+    first, step = found[0]
+    known = metrics.known(first)
+    more = f" {plural(len(found) - 1, 'other evaluation')} rose as well." if len(found) > 1 else ""
+    sentence = f"{first} was lowest at step {step}, {number(dict(known)[step], 3)}, and is {number(known[-1][1], 3)} "
+    sentence += f"at step {known[-1][0]}, while {name} fell on: the run overfits.{more}"
+    return Sign("overfit", sentence, f"Take the checkpoint of about step {step}.", step)
+
+
+def _turn(known: Sequence[tuple[int, float]], losses: Sequence[tuple[int, float]]) -> int | None:
+    """Return the step from which an evaluation got worse while the losses of training fell; None where it did not."""
     if len(known) < _EVALUATIONS:
         return None
     at = min(range(len(known)), key=lambda at: known[at][1])
-    (step, best), end = known[at], median(value for _, value in known[-3:])
+    step, end = known[at][0], median(value for _, value in known[-3:])
     usual = median(value for _, value in known[max(at - 1, 0) : at + 2])
     if 3 * at > 2 * len(known) or not end > _WORSE * usual > 0:
         return None
     then, now = ([loss for each, loss in losses if is_then(each)] for is_then in (step.__ge__, step.__lt__))
-    if not then or not now or not median(now[-NEAR:]) < 0.95 * median(then[-NEAR:]):
-        return None
-    sentence = f"{own} was lowest at step {step}, {number(best, 3)}, and is {number(known[-1][1], 3)} at step "
-    sentence += f"{known[-1][0]}, while {name} fell on: the run overfits."
-    return Sign("overfit", sentence, f"Take the checkpoint of about step {step}.", step)
+    is_learning = then and now and median(now[-NEAR:]) < 0.95 * median(then[-NEAR:])
+    return step if is_learning else None
 
 
 _EVALUATIONS, _WORSE = 5, 1.15

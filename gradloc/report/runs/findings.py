@@ -16,6 +16,7 @@ from ..logs.segments import LoggedRun
 from .changes import blown_up, burst, jumped, lasting, overfitted, scale_fell
 from .health import LOSSES, ranges
 from .levels import NEAR
+from .overview import RATE
 from .signals import EARLIER, EFFECTS, LOSS, Sign, begins, from_start, is_adversarial, is_supervised, loss_of, onset
 
 _VANISHED = 1e-3
@@ -40,6 +41,7 @@ def findings(run: LoggedRun) -> list[Sign]:
         _skipped(run),
         zeros,
         _vanished(metrics) or _norm_vanished(metrics),
+        _without_rate(metrics),
         _height(metrics),
     ]
     change = None if zeros else lasting(metrics) or jumped(metrics) or blown_up(metrics)
@@ -283,6 +285,27 @@ def _norm_vanished(metrics: Metrics) -> Sign | None:
     sentence += f"that from step {step} on, {number(end, 2)} at the end; {name} was {number(before, 3)}, and is "
     sentence += f"{number(after, 3)} (medians)."
     return Sign("vanish", sentence, "Nothing is learned any more: look at what saturates, and at frozen weights.", step)
+
+
+def _without_rate(metrics: Metrics) -> Sign | None:
+    """Find a learning rate that falls to 0 at once, where the loss has one level from there to the end."""
+    name = next((name for name in metrics.own_names if RATE.search(name)), "")
+    known = metrics.known(name)
+    num_zeros = next((at for at, (_, rate) in enumerate(reversed(known)) if rate != 0), len(known))
+    before = [rate for _, rate in known[: len(known) - num_zeros]]
+    if num_zeros < max(3 * NEAR, len(known) / 10) or not before or before[-1] < median(before) / 2:
+        return None  # a schedule that ends at 0 comes down to it
+    step = known[-num_zeros][0]
+    own, losses = loss_of(metrics)
+    since = [loss for at, loss in losses if at >= step]
+    third = len(since) // 3
+    if third < NEAR or abs(median(since[:third]) - median(since[-third:])) > abs(median(since)) / 20:
+        return None
+    sentence = f"{name} is 0 from step {step} on, to the end of the log ({plural(num_zeros, 'row')}), and was "
+    sentence += (
+        f"{number(before[-1], 3)}: nothing is learned there, and {own} stays at about {number(median(since), 3)}."
+    )
+    return Sign("rate", sentence, "Look at the schedule: it ends before the run does.", step)
 
 
 def _height(metrics: Metrics) -> Sign | None:

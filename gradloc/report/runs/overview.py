@@ -25,6 +25,8 @@ _SIGNALS = (SCORES, ENTROPY, (*REFERENCE_KL, "actor/ppo_kl"))
 _EVALUATED = re.compile(r"(?<![a-z])(?:eval|val|valid|validation|test|acc|accuracy)(?![a-z])")
 LOSS_SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
 """In the name of the loss scale of fp16."""
+RATE = re.compile(r"(?<![a-z])(?:lr|learning[ _]?rate)(?![a-z])", re.IGNORECASE)
+"""In the name of a learning rate."""
 _BOOKKEEPING = re.compile(rf"{NO_METRIC.pattern}|epoch|step|iter|batch|v?_?num|samples|weight|scale", re.IGNORECASE)
 
 
@@ -99,7 +101,8 @@ def overview(metrics: Metrics) -> list[Course]:
     wanted += [name for name in others if _EVALUATED.search(name.lower())]
     if not any(first[1:]):  # the loop has names of its own
         wanted += [name for name in others if len({*metrics.get(name)}) > 2]
-    wanted += [name for name in own if LOSS_SCALE.search(name) and len({*metrics.get(name)}) > 2]
+    settings = (name for name in own if LOSS_SCALE.search(name) or RATE.search(name))
+    wanted += [name for name in settings if len({*metrics.get(name)}) > 1]
     return _courses(metrics, wanted)
 
 

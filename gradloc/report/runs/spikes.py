@@ -126,6 +126,7 @@ KINDS = {
     "unfinite": "a metric is not finite",
     "skipped": "skipped steps",
     "vanish": "the gradient vanishes",
+    "rate": "a learning rate of 0",
     "height": "norms too large to train at",
     "fell": "a collapse or divergence without a spike",
     "loss": "a spike of the loss",
@@ -134,7 +135,7 @@ KINDS = {
 """Kinds of explosions with their titles."""
 LOST_AND_BACK = "NaN or infinity, and back"
 """The title of a kind ``back`` without a finite norm."""
-UNRECOVERED = {"collapse", "level", "growth", "lost", "end", "zero", "vanish", "height", "fell"}
+UNRECOVERED = {"collapse", "level", "growth", "lost", "end", "zero", "vanish", "rate", "height", "fell"}
 """The kinds with which a run ends as it is not to be."""
 HARMLESS = {"start", "learning"}
 """The kinds that are no fault."""
