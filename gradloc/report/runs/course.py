@@ -24,7 +24,18 @@ def course(known: Points) -> str:
     >>> course([(step, 2.0 + 0.001 * (step % 2)) for step in range(40)])
     ', and hardly moved: all its 40 values are about 2.'
     """
-    clauses = (_got_stuck, _hardly_moved, _jumped, _climbed, past_its_best, _did_not_fall, _level_since, _stood_out)
+    clauses = (
+        _mostly_zero,
+        _got_stuck,
+        _hardly_moved,
+        _jumped_early,
+        _jumped,
+        _climbed,
+        past_its_best,
+        _did_not_fall,
+        _level_since,
+        _stood_out,
+    )
     return next(filter(None, (clause(known) for clause in clauses)), _went_on(known))
 
 
@@ -72,6 +83,23 @@ def _went_on(known: Points) -> str:
     if fell_on(known):
         return f"{share}, falling in almost every row."
     return f"{share}, and none of its {plural(len(known), 'value')} is twice those around it."
+
+
+def _mostly_zero(known: Points) -> str:
+    """Say in how many rows a loss is 0, where in most."""
+    zeros = sum(value == 0 for _, value in known)
+    return f", and is 0 in {zeros} of its {plural(len(known), 'row')}." if zeros < len(known) < 2 * zeros else ""
+
+
+def _jumped_early(known: Points) -> str:
+    """Name a single value among the first ones that is far above the one before and those after."""
+    values = [value for _, value in known]
+    for at in range(1, min(NEAR, len(values) - NEAR)):
+        least = max(values[at - 1], median(values[at + 1 : at + 1 + NEAR]))
+        if values[at] > 10 * least > 0:
+            times = f"{number(values[at] / least, 2)} times the values around it"
+            return f"; its largest jump, to {number(values[at], 3)} at step {known[at][0]}, is {times}."
+    return ""
 
 
 def _got_stuck(known: Points) -> str:

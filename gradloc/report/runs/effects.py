@@ -50,6 +50,8 @@ def effects_of(worst: Explosion, since: int | None = None) -> tuple[str, bool | 
         known, title = metrics.known(metrics.first(effect.names)), effect.title
         if effect is LOSS and not loss_of(metrics)[1]:
             continue  # where there is a reward, the loss says nothing
+        if effect is LOSS and worst.lost:
+            known = [(step, value) for step, value in known if value or step < worst.lost[0]]  # 0 is written for a NaN
         change = _change(known, since, effect.fall, effect.rise, within)
         if change:
             changes.append(f"{title} {change.sentence}")

@@ -220,13 +220,11 @@ def _zeroed(run: LoggedRun) -> Sign | None:
     num_zeros = next((at for at, (_, value) in enumerate(reversed(logged)) if value != 0), len(logged))
     before = logged[: len(logged) - num_zeros]
     is_sudden = before and before[-1][1] > 0.1 and is_supervised(metrics)
-    if (
-        num_zeros < 2
-        or not is_sudden
-        or any(norm != 0 for step, norm in metrics.known(metrics.norm or "")[-num_zeros:])
-    ):
+    if num_zeros < 2 or not is_sudden or 2 * sum(value == 0 for _, value in before) > len(before):
         return None
     step, (last, was) = logged[-num_zeros][0], before[-1]
+    if any(norm != 0 for at, norm in metrics.known(metrics.norm or "") if at >= step):
+        return None
     sentence = f"{name} is exactly 0 from step {step} on, and was {number(was, 3)} at step {last}. "
     sentence += "Either the loss was NaN, which a Trainer writes as 0, or nothing is left to predict."
     return Sign("vanish", sentence, "", step, last + 1)

@@ -15,8 +15,8 @@ NEAR = 8
 """Values before another that say what is usual there; as many are a level."""
 _ODD = 2.0
 """A move is odd if it is this many times the largest of the others."""
-_APART = 1.6
-"""A peak is apart from the others if it is this many times the next."""
+_APART, _FAR = 1.6, 10.0
+"""A peak is odd as well if it is this many times the next, and the median deviation from the values before."""
 _SPREADS = 3.5
 """Multiple of the median deviation from the values before: less is no peak."""
 _LITTLE = 0.05
@@ -152,13 +152,10 @@ def peak(scale: Sequence[float], left_out: Container[int] = ()) -> Peak | None:
             peaks.append(at)
     if not peaks:
         return None
-    least = _SPREADS * median([abs(height) for height in heights.values() if height] or [0.0])
+    usual = median([abs(height) for height in heights.values() if height] or [0.0])
     sizes = [heights[at] for at in peaks] + [0.0] * (len(peaks) <= _FEW)
-    return Peak(
-        peaks[0],
-        sizes[0],
-        any(a >= _ODD * max(b, least) or a >= _APART * max(b, 2 * least) for a, b in pairwise(sizes)),
-    )
+    is_odd = any(a >= _ODD * max(b, _SPREADS * usual) or a >= max(_APART * b, _FAR * usual) for a, b in pairwise(sizes))
+    return Peak(peaks[0], sizes[0], is_odd)
 
 
 class Climb(NamedTuple):
