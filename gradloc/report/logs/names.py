@@ -51,7 +51,7 @@ LOSS = "actor/pg_loss"
 _SECOND = {"ppl", "perplexity", "mse"}
 """Names of what is trained for, next to which a loss may be logged."""
 _LOSS = re.compile(
-    r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|trl|(?:info_?)?nce|bce|ce|neg_?elbo|nelbo|mse|mae|rmse|l1|smooth_?l1|huber|hinge|triplet|bpr)(?:_|$)|^l_(?!r)[a-z]"
+    r"(?:^|_)(?:(?:m?log)?loss(?:es)?|crossentropy|cross_entropy|nll|xent|trl|(?:info_?)?nce|bce|ce|neg_?elbo|nelbo|mse|mae|rmse|s?l1|smooth_?l1|huber|hinge|triplet|bpr)(?:_|$)|^l_(?!r)[a-z]"
     r"|^[dg]_(?:a|b|gan|l1|real|fake)$|^(?:cycle|idt)_[ab]$"  # pix2pix' and CycleGAN's
 )
 ADVERSARIAL = re.compile(

@@ -60,7 +60,7 @@ def _fell_and_came_back(turned: Points) -> str:
     return f"; it fell from {number(-was, 3)} around step {begin} to {number(-low, 3)} around step {bottom}{end}."
 
 
-def fell_on(known: Points) -> bool:
+def _fell_on(known: Points) -> bool:
     """Return whether values fall in nearly each row, so that even a few show how a loss went."""
     falls = sum(after < before for (_, before), (_, after) in pairwise(known))
     return len(known) >= NEAR and falls >= 0.8 * (len(known) - 1)
@@ -80,7 +80,7 @@ def _went_on(known: Points) -> str:
     share = ""
     if min(begin, end) > 0:
         share = f": {number(100 * abs(end / begin - 1), 2)} % {'lower' if end < begin else 'higher'}"
-    if fell_on(known):
+    if _fell_on(known):
         return f"{share}, falling in almost every row."
     return f"{share}, and none of its {plural(len(known), 'value')} is twice those around it."
 

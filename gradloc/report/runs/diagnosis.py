@@ -11,15 +11,15 @@ from statistics import median
 from ...explain.advice import sampling_cut
 from ...explain.numbers import number
 from ...explain.text import in_unit, plural
-from ...health import HealthConfig
 from ...health.rules import SCORES
 from ..logs.names import is_gan_loss, is_norm
 from ..logs.segments import LoggedRun, surviving
 from ..memory import uncollected
-from .course import course, end_of, fell_on, reward_course
+from .course import course, end_of, reward_course
 from .effects import begin_of, effects_of, fall_meanwhile, loss_at
 from .findings import findings, lost_loss, minor_skips
 from .health import LOSSES, TOO_SHORT
+from .levels import NEAR
 from .overview import overview
 from .resuming import advise, count_again, is_left_behind, is_overwritten, overwritten, resume_before
 from .signals import EFFECTS, LOSS, Sign, interval, is_adversarial, loss_of, sound_loss
@@ -181,7 +181,7 @@ def _without_norms(run: LoggedRun, signs: list[Sign]) -> Diagnosis:
     missing = missing_norm(run.parts[-1], run.name)
     made = Diagnosis(run, missing, limits=[*_unsized(run), *_unseen(run), *minor_skips(run), *overwritten(run)])
     counts = (len(run.metrics.known(name)) for effect in EFFECTS for name in effect.names)
-    made.is_judged = bool(signs) or max(counts) > HealthConfig().warmup or fell_on(loss_of(run.metrics)[1])
+    made.is_judged = bool(signs) or max(counts) >= NEAR
     if signs:
         made.limits[:0] = [missing] if set(run.parts[-1].series) - {"skipped", "loss scale"} else []
         _lead_with(made, signs)
@@ -211,8 +211,7 @@ def _course(run: LoggedRun) -> str:
         return f"{went}."
     if is_adversarial(run.metrics):
         return went + _gan_losses(run, name)
-    is_long = len(values) > HealthConfig().warmup or fell_on(values)
-    return went + (course(values) if is_long else ".")
+    return went + (course(values) if len(values) >= NEAR else ".")
 
 
 def _gan_losses(run: LoggedRun, name: str) -> str:
