@@ -8,7 +8,7 @@ from math import isnan, nan
 
 from .grammars import DRAWN, EPOCH, HEADED_BY_STEP, HEADED_GLOBALLY, NOT_TRAINING, STEP, Grammar
 from .names import is_norm, is_training_loss
-from .pairs import PAIRS, pairs, wanted
+from .pairs import NUMBER, PAIRS, as_float, pairs, wanted
 
 _HEADED = re.compile(
     r"\b(?:(?<!skipped )(?<!nan )iterations?|iter|it|num_updates|update|env_step|total_(?:time)?steps"
@@ -30,6 +30,10 @@ _BATCH = re.compile(  # WeNet writes TRAIN Batch 7/300 for epoch 7
     r"(?:\bepoch\b\W*(\d{1,9}).{0,12}?\bbatch\b\W*|\bTRAIN Batch (\d{1,9})/)(\d{1,15})(?:\s*/\s*(\d{1,15}))?",
     re.IGNORECASE,
 )
+_EVALUATION = re.compile(
+    rf"(?:^|[\s|>-])((?:eval(?:uation)?|val(?:id(?:ation)?)?|test)[ _]loss)\s*[:=]\s*({NUMBER})\s*$", re.IGNORECASE
+)
+"""An evaluation on a line of its own, below the step after which it was made."""
 _ERROR = re.compile(r"\s*[\w.]+(?:Error|Exception|Warning):")
 """A line that names an exception: its numbers are no metrics."""
 _ROUND = re.compile(r"\b(?:iteration|round)\W{0,3}(\d{1,9})\W{1,3}$", re.IGNORECASE)
@@ -103,6 +107,8 @@ class Labelled(Grammar):
         if not head:
             if "poch" in line and (epoch := EPOCH.search(line)) and not NOT_TRAINING.search(line):
                 self._begin_epoch(float(epoch[1]))
+            if self.rows.get(process) and (found := _EVALUATION.search(line)):
+                self.rows[process][-1][1].setdefault(found[1], as_float(found[2]))
             return False
         values = pairs(line, head.end())
         first = PAIRS.search(line, head.end())

@@ -90,6 +90,9 @@ def lasting(metrics: Metrics) -> Sign | None:
         change = f"from {number(was, 2)} around step {step} to {number(now, 2)} at the end{way}"
         if at >= len(values) - 2:
             change = f"from {number(was, 2)} around step {step} to {number(worst, 3)} at step {known[at][0]}"
+        if first.effect is LOSS and (fell := _evaluation_that_fell(metrics, own)):
+            advice = "Look at how the loss is made, such as by a weight or a curriculum that grows."
+            return Sign("fell", f"{own} {first.verb} {change}, while {fell}.", advice, step)
         return Sign("fell", f"{own} {first.verb} {change}.", "", step, step + 1)
     before_it = known[rise.at - 1][0]
     was, now = median(values[max(rise.at - NEAR, rise.low.start) : rise.at]), median(values[rise.at :])
@@ -102,6 +105,15 @@ def lasting(metrics: Metrics) -> Sign | None:
     kind = "collapse" if first.effect is LOSS and highest > _PEAK * now > 0 else "fell"
     sentence += f"; it peaked at {number(highest, 3)} at step {top}" if kind == "collapse" else ""
     return Sign(kind, f"{sentence}.", "", step, before_it + 1)
+
+
+def _evaluation_that_fell(metrics: Metrics, name: str) -> str:
+    """Say how far an evaluation of a loss fell; empty where none did."""
+    for own in evaluations_of(name, metrics.own_names):
+        values = [value for _, value in metrics.known(own)]
+        if len(values) >= NEAR and median(values[-3:]) < 0.8 * median(values[:3]) and min(values) >= 0:
+            return f"{own} fell from {number(values[0], 3)} to {number(values[-1], 3)}"
+    return ""
 
 
 def overfitted(metrics: Metrics) -> Sign | None:
