@@ -20,7 +20,7 @@ def test_the_bundle_written_by_hand_replays_as_the_page_shows(single, tmp_path):
     assert (done["code"], done["err"]) == (0, "")
     # seconds and last digits are the machine's; the words are not
     assert _words(done["out"]) == _words(shown)
-    for figure in (r"replay ([\d,.]+), threshold", r"explained; norm ([\d.]+) \(within", r"recall (\d+)%, \d+ false"):
+    for figure in (r"replay ([\d,.]+), threshold", r"explained; norm ([\d.]+) \(error", r"recall (\d+)%, \d+ false"):
         found, written = (float(re.search(figure, text)[1].replace(",", "")) for text in (done["out"], shown))
         assert found == pytest.approx(written, rel=1e-3), figure
     validate("bundle", json.loads((tmp_path / "bundle" / "meta.json").read_text()))
