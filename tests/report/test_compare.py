@@ -161,6 +161,13 @@ def test_a_value_that_is_not_finite_is_no_scatter(first, second, says, shown):
     assert says in " ".join(shown("compare", folder / first, folder / second).split())
 
 
+@pytest.mark.parametrize(("rows", "says"), [("2,9.0", "1 common step is too few"), ("3,1.0", "no step in common")])
+def test_what_two_logs_do_not_share_is_named(tmp_path, shown, rows, says):
+    for name, lines in (("one.csv", "1,1.0\n2,1.0"), ("two.csv", rows)):
+        (tmp_path / name).write_text(f"step,loss\n{lines}\n")
+    assert says in shown("compare", str(tmp_path / "one.csv"), str(tmp_path / "two.csv"))
+
+
 def test_a_loop_s_cures_are_not_measured_for_a_reason_of_its_own(tmp_path, shown):
     write_run(tmp_path, [make_event(cures=None) | {"run": {"trainer": "loop"}}])
     assert "gradloc.Watch does not know how a loop makes its loss" in " ".join(shown("cure", tmp_path).split())

@@ -168,6 +168,8 @@ def read_file(path: Path, name: str | None = None) -> list[Recording]:
     if not path.stat().st_size:
         raise ReportError(f"{name} is empty: name a log with at least one training step.")
     first = Source(path, name)
+    if first.head.lstrip()[:9].lower() == b"<!doctype" and b"<title>GradLoc" in first.head:
+        raise ReportError(f"{name} is a page that gradloc wrote: name the log or the folder that it was made of.")
     for fits, read_as in FORMATS:
         if not fits(first):
             continue

@@ -100,7 +100,7 @@ def _parted(first: Metrics, second: Metrics, runs: Sequence[str]) -> str:
     names = [name for name in first.series if name in second.series and not _TIMED.search(name)]
     names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     if not common or not names:
-        return "The runs have no step and metric in common."
+        return f"The runs have no {'metric' if common else 'step'} in common."
     pairs: dict[str, list[Pair]] = {}
     different: list[tuple[Pair, str]] = []
     for name in names:
@@ -131,7 +131,8 @@ def _parted(first: Metrics, second: Metrics, runs: Sequence[str]) -> str:
     if apart and (apart[0] == names[0] or not leaving):
         return _throughout(apart[0], pairs[apart[0]], lost, runs)
     if not leaving and len(common) <= _LEARNED:
-        return f"The runs differ from step {step} on; {plural(len(common), 'common step')} are too few to say more."
+        verb = "is" if len(common) == 1 else "are"
+        return f"The runs differ from step {step} on; {plural(len(common), 'common step')} {verb} too few to say more."
     if not leaving:
         return f"The runs differ from step {step} on, in no metric by more than runs of two seeds do."
     (at, *values), name = min(leaving, key=lambda entry: entry[0][0])

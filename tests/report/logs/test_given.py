@@ -7,6 +7,7 @@ import tarfile
 
 import pytest
 
+from tests.report.builder import REPO
 from tests.report.hostile import tar_of, zip_of
 from tests.report.logs.made import CONSOLE, NORMS, ROWS
 
@@ -67,6 +68,7 @@ def test_a_pattern_reads_a_form_of_ones_own(tmp_path, shown):
     ("words", "said"),
     [
         ("a.tar", "cannot be unpacked"),
+        (f"{REPO}/examples/report.html", "is a page that gradloc wrote"),
         ("https://wandb.ai/me/grpo/runs/ab12?nw=x", "scan_history()]' me/grpo/ab12 > run.jsonl"),
         ("https://mlflow.corp/#/experiments/1", "mlruns/"),
         ("https://example.com/a.log", "Save the file first"),
