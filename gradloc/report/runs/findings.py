@@ -150,8 +150,8 @@ def _skipped(run: LoggedRun) -> Sign | None:
         return Sign("skipped", sentence, advice, first)
     if len(at) >= len(run.metrics.steps) > 1:
         advice = (
-            "A skipped step leaves the weights as they are, so the next is skipped as well: raise the trainer's limit "
-            "on the norm above these norms, or go back to before the first."
+            "A skipped step leaves the weights as they are, so the next is skipped as well. Raise the trainer's limit "
+            "on the norm above these norms, or go back to before the first skipped step."
         )
         return Sign("skipped", sentence, advice, first)
     if len(skips) < 3 and (run.metrics.norms or loss_of(run.metrics)[1]):
@@ -258,10 +258,11 @@ def _vanished(metrics: Metrics) -> Sign | None:
     if not is_gone or not norms or norms[-1] > _VANISHED * norms[0]:
         return None
     sentence = (
-        f"Loss and gradient vanish: {name} {number(known[0][1], 3)} at step {known[0][0]}, "
-        f"{number(known[-1][1], 2)} at step {known[-1][0]}; norm {number(norms[0], 3)}, then {number(norms[-1], 2)}."
+        f"Loss and gradient vanish: {name} goes from {number(known[0][1], 3)} at step {known[0][0]} to "
+        f"{number(known[-1][1], 2)} at step {known[-1][0]}, and the norm from {number(norms[0], 3)} to "
+        f"{number(norms[-1], 2)}."
     )
-    advice = "There is nothing to predict: look at the labels and the mask (targets that equal the input, all masked)."
+    advice = "Nothing is left to predict, so look at labels and mask. Targets may equal the input, or all be masked."
     return Sign("vanish", sentence, advice, known[at][0] if at is not None else None)
 
 
@@ -282,7 +283,9 @@ def _norm_vanished(metrics: Metrics) -> Sign | None:
     )
     sentence += f"that from step {step} on, {number(end, 2)} at the end; {name} was {number(before, 3)}, and is "
     sentence += f"{number(after, 3)} (medians)."
-    return Sign("vanish", sentence, "Nothing is learned any more: look at what saturates, and at frozen weights.", step)
+    return Sign(
+        "vanish", sentence, "Nothing is learned any more, so look for what saturates and for frozen weights.", step
+    )
 
 
 def _without_rate(metrics: Metrics) -> Sign | None:

@@ -89,7 +89,7 @@ def advise(run: LoggedRun, explosions: Sequence[Explosion], is_hurt: bool | None
     worst = explosions[0]
     is_first = bool(worst.lost) and worst.first == run.segments[0].first
     begin = begins(run) if is_first else "start"
-    earlier = " It began before this log." if is_first and begin == "late" else ""
+    earlier = " The fault began before this log." if is_first and begin == "late" else ""
     if earlier and worst.kind in ("lost", "end") and not is_sound:
         return EARLIER, ""
     if is_sound and worst.kind == "lost":
@@ -167,7 +167,7 @@ def resume_before(run: LoggedRun, before: int, condition: str) -> tuple[str, str
         sentence += f" ({unseen} not logged, and the fault may have begun there)"
     saved = max((step for step in run.saved if step < before), default=None)
     if run.unit not in ("step", "epoch"):
-        sentence += ". The log gives no steps, so look by the epoch" if run.metrics.place(before) else ""
+        sentence += ". The log gives no steps, so find it by its epoch" if run.metrics.place(before) else ""
     elif not where and saved is not None:
         where = run.saved[saved]
         sentence += f" (the log says that step {saved:,} was saved)"

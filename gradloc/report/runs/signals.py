@@ -154,6 +154,7 @@ def from_start(subject: str, begin: str) -> str:
 
 
 EARLIER = (
-    "It began before this log or at its first row: look at the earlier log, and for a checkpoint from before it began."
+    "The fault began before this log or at its first row. Look at the earlier log, and for a checkpoint from before it "
+    "began."
 )
 """Advice on a fault that a log has from its first row on, where that is not the run's."""

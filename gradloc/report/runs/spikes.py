@@ -345,21 +345,21 @@ def zeros(steps: Sequence[Judged], loss: Sequence[float] = ()) -> str:
         )
         if _falls(loss):
             return (
-                f"{subject}, yet the loss falls from {number(loss[0], 3)} to {number(loss[-1], 3)}: the run learns, "
+                f"{subject}, yet the loss falls from {number(loss[0], 3)} to {number(loss[-1], 3)}. The run learns, "
                 "so the norm is not logged, or logged before it is computed."
             )
         if loss and abs(loss[-1]) > 1e-8:
             return (
-                f"{subject}, and the loss is not ({number(loss[-1], 3)} in the last row): the gradient is lost on its "
-                "way. Look for frozen weights, a detached loss, or a norm that is logged before it is computed."
+                f"{subject}, and the loss is not ({number(loss[-1], 3)} in the last row), so the gradient is lost on "
+                "its way. Look for frozen weights, a detached loss, or a norm that is logged before it is computed."
             )
-        return f"{subject}: nothing is learned. {_NO_GRADIENT}"
+        return f"{subject}, so nothing is learned. {_NO_GRADIENT}"
     count = next((at for at, step in enumerate(reversed(steps)) if step.norm != 0), 0)
     if count < LASTING:
         return ""
     return (
-        f"The gradient norm is 0 from step {steps[-count].step} on, to the end of the log ({plural(count, 'step')}): "
-        f"nothing is learned in them. {_NO_GRADIENT}"
+        f"The gradient norm is 0 from step {steps[-count].step} on, to the end of the log ({plural(count, 'step')}), "
+        f"so nothing is learned in these steps. {_NO_GRADIENT}"
     )
 
 

@@ -68,7 +68,7 @@ def test_where_a_log_gives_no_step_each_view_names_the_row(log, shown):
     said = [shown(log, *view) for view in views] + [shown(command, log) for command in ("health", "trigger")]
     assert all("row 40" in each.lower() for each in said[:4]) and "rows 1 to 60" in said[4]
     assert not re.search(r"\bsteps? \d", "".join(said), re.IGNORECASE)
-    assert "before row 40 (epoch 0.67). The log gives no steps, so look by the epoch" in said[0]
+    assert "before row 40 (epoch 0.67). The log gives no steps, so find it by its epoch" in said[0]
     units = [json.loads(said[2])["diagnoses"][0], *(json.loads(shown(c, log, "--json")) for c in ("health", "trigger"))]
     assert {each["unit"] for each in units} == {"row"}
     page = log.parent / "page.html"
