@@ -282,7 +282,7 @@ def split_off(task: Task) -> tuple[Gradient, Gradient, StepCause] | None:
     bound = torch.finfo(prober.step.dtype).eps * others_norm  # the backward added both up and rounded the sum
     why = (
         f"a part of the gradient, of norm {number(others_norm, 3)}, passes through no token's log-prob or entropy; the "
-        f"tokens' part has norm {number(tokens_norm, 3)} (error up to {number(bound, 2)})"
+        f"tokens' part has norm {number(tokens_norm, 3)} (within {number(bound, 2)})"
     )
     numbers = {"tokens_norm": tokens_norm, "others_norm": others_norm, "error_bound": bound}
     source = StepCause("not_tokens", why, numbers, suspects(squares, from_tokens))
