@@ -389,7 +389,7 @@ def _words(name: str) -> set[str]:
 _TRAINING = {"train", "training"}
 _EVALUATIONS = {*"eval evaluation val valid validation test dev".split()}
 _NO_EVALUATED = re.compile(
-    r"acc|auc|roc|f1|iou|dice|\bmap|bleu|rouge|score|rew|prec|recall|psnr|ssim|r2|time|sec|size|num|speed|epoch|step"
+    r"acc|auc|roc|f1|iou|dice|\bmap|bleu|rouge|score|rew|prec|recall|psnr|ssim|r2|success|time|sec|size|num|speed|epoch|step|iter|episode|count|sample|frame|total"
 )
 """Words of metrics that grow as a model gets better, or say nothing of it."""
 

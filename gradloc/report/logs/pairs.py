@@ -64,7 +64,10 @@ _LONGEST = 1000
 """Characters of a text in which numbers with the name behind each are looked for."""
 _MOST_LINES, _REPEATED = 100_000, 8
 """Lines, and values of a name, by which the metrics of an unknown loop are known."""
-NO_METRIC = re.compile(r"sec|time|mem|tok|\blr\b|learning|eta\b|speed|size|duration|\bm?s\b|[km]b\b|/s", re.IGNORECASE)
+NO_METRIC = re.compile(
+    r"sec|time|mem|tok|\blr\b|learning|eta\b|speed|size|duration|\bm?s\b|[km]b\b|/s(?:ec|tep|ample)?(?![a-z])",
+    re.IGNORECASE,
+)
 """Names of what a run needs, and of settings."""
 
 

@@ -414,6 +414,8 @@ _FRAME = re.compile(r"[\s|+=:\-\u2500-\u257f]+")
 _RULE = re.compile(r"[:\- ]*-[:\- ]*(?:\|[:\- ]*-[:\- ]*)+")
 """The line below the head of a table of Markdown that has no frame at its sides."""
 _COUNT = re.compile(r"(?:step|iteration|epoch)s?", re.IGNORECASE)
+_TIMESTEPS = "total_timesteps"
+"""The step of Stable-Baselines' files."""
 _LINES = 400
 """The number of lines in which a table has to begin."""
 
@@ -428,7 +430,7 @@ def is_boxed(source: Source) -> bool:
 def _holds_training(rows: list[list[str]]) -> bool:
     cells = [cell for cells in rows for cell in cells]
     has_rewards = any(map(is_reward, cells)) and all(len(row) == 2 for row in rows)  # Ray's status has one, and no step
-    has_losses = has_rewards or any("loss" in cell.lower() for cell in cells)
+    has_losses = has_rewards or any("loss" in cell.lower() or "success_rate" in cell for cell in cells)
     return any(map(is_norm, cells)) or has_losses and _has_step(cells)
 
 
@@ -442,6 +444,8 @@ def read_boxes(source: Source) -> list[Recording]:
     each = [values for _, its in boxes for values in its]
     usual = Counter(filter(None, map(step_name, each))).most_common(1)
     name = usual[0][0] if usual else "epoch"  # a last table may count otherwise
+    if 2 * sum(_TIMESTEPS in values for values in each) > len(each):  # Stable-Baselines counts iterations as well
+        name = _TIMESTEPS
     found = [(as_step(values.get(name)), values) for values in each if usual or not any(map(is_norm, values))]
     alone = [values[name] for is_alone, its in boxes if is_alone for values in its if name in values]
     num_back = sum(later < step for step, later in pairwise(alone))

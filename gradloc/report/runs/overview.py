@@ -27,7 +27,9 @@ LOSS_SCALE = re.compile(r"loss[ _.]?scale$", re.IGNORECASE)
 """In the name of the loss scale of fp16."""
 RATE = re.compile(r"(?<![a-z])(?:lr|learning[ _]?rate)(?![a-z])", re.IGNORECASE)
 """In the name of a learning rate."""
-_BOOKKEEPING = re.compile(rf"{NO_METRIC.pattern}|epoch|step|iter|batch|v?_?num|samples|weight|scale", re.IGNORECASE)
+_BOOKKEEPING = re.compile(
+    rf"{NO_METRIC.pattern}|epoch|step|iter|batch|v?_?num|samples|weight|scale|(?<![a-z])episodes?$", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
