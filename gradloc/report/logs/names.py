@@ -308,6 +308,8 @@ def is_training_loss(name: str) -> bool:
 
     >>> is_training_loss("Mean value_function loss"), is_training_loss("eval/loss"), is_training_loss("loss_scale")
     (True, False, False)
+    >>> is_training_loss("train/neg_elbo"), is_training_loss("elbow")
+    (True, False)
     """
     plain = _plain(name)
     is_other = re.search(r"(?:^|_)(?:eval|val|valid|validation|test)_|^(?:eval|valid|test)|scale", plain) is not None

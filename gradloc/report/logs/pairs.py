@@ -99,6 +99,8 @@ def pairs(text: str, start: int = 0, end: int | None = None) -> dict[str, float]
     {'loss': 0.1, 'kl': nan, 'gnorm': 3.1, 'norm': 2.2}
     >>> pairs(" reward 0.5 kl 0.002 len 512")
     {'reward': 0.5, 'kl': 0.002, 'len': 512.0}
+    >>> pairs("epoch: 3,  loss is: 2.5, acc is: 0.5")
+    {'epoch': 3.0, 'loss': 2.5, 'acc': 0.5}
     >>> pairs("Reward: mean=0.5, std=0.1")
     {'Reward mean': 0.5, 'Reward std': 0.1}
     >>> pairs("grad_norm={'0_a': 3.0, '1_b': 4.0} tgs=7")

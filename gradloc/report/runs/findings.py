@@ -160,7 +160,7 @@ def _skipped(run: LoggedRun) -> Sign | None:
 
 
 def _overflowed(run: LoggedRun, skips: Sequence[Skip], where: str, first: int | None, last: int | None) -> Sign:
-    """Tell overflows of fp16 that are a fault from its scaler's search for a scale."""
+    """Separate overflows of fp16 that are a fault from its scaler's search for a scale."""
     scales = [scale for skip in skips for scale in (skip.before, skip.scale) if scale is not None]
     count, steps = sum(not skip.is_end for skip in skips), run.metrics.steps
     is_end = count < len(skips)

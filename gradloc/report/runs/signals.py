@@ -43,7 +43,7 @@ EFFECTS = (
 
 @dataclass(frozen=True)
 class Sign:
-    """What was found in a run's metrics."""
+    """Says what was found in a run's metrics."""
 
     kind: str
     """One of :data:`~.spikes.KINDS`."""

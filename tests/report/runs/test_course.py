@@ -31,12 +31,29 @@ HIGH = [9.0, 5.0, 5.1, 4.8, 12.0, 5.0, 4.9, 5.2, 5.0, 4.8, 5.1, 5.0]
         (noisy(*JUMP), "at step 81, 3.9 times the values before it"),
         (noisy(*JUMP), ", was back at step 82."),
         (noisy(*RISES), "; it rose from 2.2"),
+        (noisy(*[9.0, 7.0, 5.0, 3.0], *[1.0] * 200, noise=0.6), ", and has been level since about step"),
+        ([*noisy(*FALLING), (121, 0.6)], ": 78 % lower, and none of its"),
         (noisy(*HIGH, noise=0.0), "; its value at step 5, 12, is 2.4 times those around it."),
     ],
-    ids=["falls", "flat", "stuck", "noisy and flat", "jumps", "and is back", "rises", "one of few"],
+    ids=[
+        "falls",
+        "flat",
+        "stuck",
+        "noisy and flat",
+        "jumps",
+        "and is back",
+        "rises",
+        "noise",
+        "last is off",
+        "one of few",
+    ],
 )
 def test_a_course_is_said_by_the_first_clause_that_fits(losses, said):
     assert said in course(losses)
+
+
+def test_how_far_a_loss_fell_is_no_share_below_0():
+    assert course([(at, 3.0 - 0.1 * at) for at in range(60)]) == ", falling in almost every row."
 
 
 def test_rewards_are_past_their_highest():

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from gradloc.report.runs.overview import Course
+from gradloc.report.runs.overview import Course, overview
+from gradloc.report.runs.run import read_run
 
 
 @pytest.fixture
@@ -66,3 +67,11 @@ def test_a_page_draws_the_losses_of_a_log_without_norms_to_its_last_step(log, sh
 )
 def test_a_course_is_drawn_from_its_lowest_to_its_highest(values, bars):
     assert Course("loss", [*enumerate(values)]).bars(4) == bars
+
+
+@pytest.mark.parametrize("names", ["step,G_GAN,D", "learning_rate_0.1,learning_rate_0.5"])
+def test_names_that_say_little_are_shown_where_they_are_all_that_there_is(tmp_path, names):
+    rows = (",".join(str(at if name == "step" else 2.0 + 0.9**at) for name in names.split(",")) for at in range(60))
+    (tmp_path / "run.csv").write_text("\n".join([names, *rows]) + "\n")
+    (run,) = read_run(tmp_path / "run.csv").runs
+    assert {course.name for course in overview(run.metrics)} == {*names.split(",")} - {"step"}
