@@ -55,7 +55,7 @@ def _fell_and_came_back(turned: Points) -> str:
     was, low = (median(values[at.start : at.stop]) for at in (fall.low, fall.high))
     (begin, _), (bottom, _) = (turned[at[len(at) // 2]] for at in (fall.low, fall.high))
     rest = range(fall.high.stop, len(values) - NEAR)
-    back = next((turned[at][0] for at in rest if median(values[at : at + NEAR]) <= was), None)
+    back = next((turned[at + NEAR // 2][0] for at in rest if median(values[at : at + NEAR]) <= was), None)
     end = f", and was back at about step {back}" if back is not None else ""
     return f"; it fell from {number(-was, 3)} around step {begin} to {number(-low, 3)} around step {bottom}{end}."
 

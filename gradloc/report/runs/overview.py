@@ -99,7 +99,7 @@ def overview(metrics: Metrics) -> list[Course]:
     wanted = [metrics.own(name) for name in first]
     wanted += [name for name in own if is_training_loss(name) and any(metrics.get(name))]
     wanted += filter(is_gan_loss, own if is_gan_loss(metrics.own(first[-1])) else ())
-    others = [name for name in own if not _BOOKKEEPING.search(name)] or own
+    others = [name for name in own if not _BOOKKEEPING.search(name)]
     wanted += [name for name in others if _EVALUATED.search(name.lower())]
     if not any(first[1:]):  # the loop has names of its own
         wanted += [name for name in others if len({*metrics.get(name)}) > 2]

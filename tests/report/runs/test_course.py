@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gradloc.report.runs.course import best_level, course, past_its_best
+from gradloc.report.runs.course import best_level, course, past_its_best, reward_course
 
 
 def noisy(*levels, seed=0, noise=0.05):
@@ -61,6 +61,14 @@ def test_rewards_are_past_their_highest():
     turned = [(step, -reward) for step, reward in rewards]
     assert past_its_best(turned, "highest").startswith("; its highest level was 0.7")
     assert not past_its_best([(step, reward) for step, reward in turned[:60]], "highest")
+
+
+def test_a_reward_s_deepest_fall_is_named_with_where_it_was_made_good():
+    trough = noisy(*[10.0] * 40, *[2.0] * 40, *[12.0] * 40)
+    assert "; it fell from 10" in reward_course(trough) and ", and was back at about step 8" in reward_course(trough)
+    assert ", and has been level since about step" in reward_course(
+        noisy(*(0.2 * at for at in range(50)), *[10.0] * 150)
+    )
 
 
 def test_a_level_is_left_behind_where_it_was_last_held():
